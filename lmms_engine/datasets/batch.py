@@ -1,0 +1,80 @@
+"""PackedBatch: what a rank trains on in one micro-batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from lmms_engine.segments import RowRef, Segments
+
+# Media whose values the host needs (grids, counts): they never move to the device, which saves a sync per read.
+HOST_SUFFIXES = ("_grid_thw",)
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """One flat sequence of T tokens: N rows, then weight-0 stand-ins.
+
+    Segment i belongs to `rows[i]`; segments past `len(rows)` are stand-ins (see collate.py), which count in no
+    token, FLOP or row figure.
+    """
+
+    segments: Segments
+    input_ids: Tensor | None          # int64 [T]
+    position_ids: Tensor | None       # int64 [T] or [3, T]
+    labels: Tensor | None             # int64 [T], shifted inside each sample; -100 where weight is 0
+    loss_weights: Tensor | None       # float32 [T]
+    media: dict[str, Tensor] = field(default_factory=dict)       # e.g. pixel_values, image_grid_thw
+    tower: dict[str, Tensor | int] = field(default_factory=dict) # encoder boundaries, positions: model keyword arguments
+    rows: tuple[RowRef, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of real rows (stand-ins left out). Host side only."""
+        return int(self.segments.cu_seqlens[len(self.rows)])
+
+    def row_lengths(self) -> list[int]:
+        """Length of each real row. Host side only."""
+        return self.segments.lengths()[: len(self.rows)]
+
+    def row_supervised(self) -> list[int]:
+        """Number of supervised positions of each real row. Host side only."""
+        edges = self.segments.cu_seqlens.tolist()
+        return [
+            int((self.loss_weights[a:b] > 0).sum())
+            for a, b in zip(edges[: len(self.rows)], edges[1:], strict=False)
+        ]
+
+    def _map_tensors(self, move, media_move) -> PackedBatch:
+        def one(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else move(tensor)
+
+        return replace(
+            self,
+            input_ids=one(self.input_ids),
+            position_ids=one(self.position_ids),
+            labels=one(self.labels),
+            loss_weights=one(self.loss_weights),
+            media={name: media_move(name, tensor) for name, tensor in self.media.items()},
+            tower={k: media_move(k, v) if isinstance(v, Tensor) else v for k, v in self.tower.items()},
+        )
+
+    def to(self, device: torch.device) -> PackedBatch:
+        """The batch on `device`; dtypes are kept, grids stay on the host."""
+
+        def move(tensor: Tensor) -> Tensor:
+            return tensor.to(device, non_blocking=True)
+
+        def media_move(name: str, tensor: Tensor) -> Tensor:
+            return tensor if name.endswith(HOST_SUFFIXES) else move(tensor)
+
+        moved = self._map_tensors(move, media_move)
+        return replace(moved, segments=self.segments.to(device, non_blocking=True))
+
+    def pin_memory(self) -> PackedBatch:
+        """The batch in page-locked memory, so that `to` is asynchronous. Called by torch's DataLoader."""
+        pinned = self._map_tensors(Tensor.pin_memory, lambda _, tensor: tensor.pin_memory())
+        segments = replace(self.segments, cu_seqlens=self.segments.cu_seqlens.pin_memory())
+        return replace(pinned, segments=segments)

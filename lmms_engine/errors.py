@@ -1,0 +1,26 @@
+"""The two errors that are meant for the user's eyes.
+
+Both carry a complete message: the field, row or file, its value, what is legal, what to do.
+The command line prints them as one line without a traceback.
+"""
+
+from __future__ import annotations
+
+
+class UserError(ValueError):
+    """Something the user can mend: a setting, a path, a machine."""
+
+
+class BadRow(ValueError):
+    """One row of data cannot be used.
+
+    kind: short machine-readable reason, e.g. ``media_missing``; it is counted and written to ``skipped.jsonl``.
+    The stream adds the row's address and applies ``dataset_config.on_bad_row``.
+    """
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+    def __reduce__(self) -> tuple[type[BadRow], tuple[str, str]]:
+        return BadRow, (self.kind, str(self))   # survives the trip from a worker process

@@ -1,0 +1,65 @@
+"""A model family as data: how to load it, where its parts are, what it trains with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from lmms_engine.datasets.batch import PackedBatch
+from lmms_engine.registry import Registry
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from lmms_engine.datasets.processor import Processor
+    from lmms_engine.datasets.sample import Sample
+    from lmms_engine.models.flops import Flops
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Module paths and patterns (`*` is one path component) inside the model. Every one must match a module."""
+
+    body: str                        # called by the objective; returns `.last_hidden_state` before the head
+    decoder: str                     # gets `inputs_embeds`; sequence parallelism hooks in here
+    blocks: tuple[str, ...]          # units of activation checkpointing, compile and FSDP
+    encoders: tuple[str, ...]        # towers; one FSDP unit each, freezable
+    head: str                        # the output projection, replaced by LossHead
+    norm: str                        # final norm before the head
+    embed: str                       # input embedding
+    attention: dict[str, str] = field(default_factory=dict)   # sub-config name ("" = the top) -> "decoder" | "encoder"
+
+
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """Everything the engine knows of a family. One spec may serve several `model_types`."""
+
+    name: str                                                  # folder = registry name = recipe name
+    model_types: tuple[str, ...]                               # config.model_type values
+    model_class: Callable[[PretrainedConfig], nn.Module]       # config -> unmodified library module
+    processor: Callable[..., Processor]                        # (folder_or_id, **processor settings) -> Processor
+    layout: Layout
+    flops: Callable[[PretrainedConfig, PackedBatch, frozenset[str]], Flops]
+    tiny: Callable[[], tuple[nn.Module, list[Sample]]]         # tests: random model and a few unlike samples
+    objective: str = "next_token"
+    extra_kwargs: Callable[[PackedBatch, PretrainedConfig], dict[str, Any]] = field(default=lambda batch, config: {})
+    swaps: tuple[str, ...] = ()                                # structural swaps that must match: "rms_norm", "swiglu", …
+
+
+MODELS: Registry[ModelSpec] = Registry(
+    "model", {name: f"lmms_engine.models.{name}" for name in ("qwen2_5_vl", "qwen3_vl")}
+)
+
+
+def for_type(model_type: str) -> ModelSpec:
+    """The spec that serves a config's `model_type`."""
+    for name in MODELS:
+        spec = MODELS.get(name)
+        if model_type in spec.model_types:
+            return spec
+    return MODELS.get(model_type)   # raises with the legal names

@@ -1,0 +1,35 @@
+"""Objective: model plus loss, as differentiable sums. The FSDP root."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from lmms_engine.datasets.batch import PackedBatch
+
+
+class Objective(nn.Module):
+    """Owns the trained `model` and, outside it, whatever frozen helpers the loss needs.
+
+    The step calls, in this order: `draw` on every micro-batch (host, cheap), `weights` on every micro-batch
+    (host), then for one micro-batch at a time `prepare` (device, may be heavy) and `forward`.
+    """
+
+    model: nn.Module
+    coefficients: dict[str, float]   # term -> factor in the loss; 0 makes a term a metric
+
+    def draw(self, batch: PackedBatch, rng: torch.Generator) -> PackedBatch:
+        """Random choices that decide the targets (masks, timesteps); `rng` is a CPU generator. Default: none."""
+        return batch
+
+    def weights(self, batch: PackedBatch) -> dict[str, float]:
+        """Local denominators, one per term, from a batch on the host."""
+        raise NotImplementedError(f"{type(self).__name__} states no weights")
+
+    def prepare(self, batch: PackedBatch, rng: torch.Generator) -> PackedBatch:
+        """Work without gradient on the device before the forward (frozen encoders, noise). Default: none."""
+        return batch
+
+    def forward(self, batch: PackedBatch) -> dict[str, Tensor]:
+        """Float32 scalar sums, the same keys as `coefficients`."""
+        raise NotImplementedError(f"{type(self).__name__} has no forward")

@@ -1,0 +1,32 @@
+"""What the step and the runner need from a distributed backend."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Backend(Protocol):
+    """One way of holding parameters, gradients and optimiser state over the ranks."""
+
+    def micro(self, *, last: bool) -> AbstractContextManager[None]:
+        """Surrounds forward and backward of a micro-batch; gradients are reduced on the last one only."""
+        ...
+
+    def backward(self, loss: Tensor) -> None:
+        """Adds the gradients of a scalar that is this rank's share of the global loss."""
+        ...
+
+    def step(self) -> Tensor:
+        """Clips, updates, clears gradients; returns the global gradient norm before clipping (scalar tensor)."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """Parts to be checkpointed: name -> object with `state_dict` and `load_state_dict`."""
+        ...
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer: ...
