@@ -1,0 +1,77 @@
+# Entry points. `make` alone lists them. Every target makes .venv from requirements.lock first if need be.
+SHELL := bash
+.DEFAULT_GOAL := help
+.SUFFIXES:
+MAKEFLAGS += --no-print-directory --no-builtin-rules
+
+RECIPE ?=
+PRESET ?= auto
+RUNTIME ?= host
+NGPU ?=
+FRESH ?=
+ARGS ?=
+NAME ?=
+FROM ?=
+RUN ?=
+
+PYTHON ?=
+export PRESET NGPU FRESH PYTHON
+
+recipes := $(filter-out _%,$(notdir $(patsubst %/launch.sh,%,$(wildcard recipes/*/launch.sh))))
+bin := .venv/bin
+
+ifneq ($(filter prep train export inspect report expected,$(MAKECMDGOALS)),)
+ifneq ($(words $(filter $(recipes),$(RECIPE))),1)
+$(error RECIPE=$(RECIPE): give the name of one recipe: $(recipes))
+endif
+endif
+ifneq ($(RUNTIME),host)
+$(error RUNTIME=$(RUNTIME): not supported yet (legal: host))
+endif
+
+# Unset what would let another environment's packages in.
+enter := unset PYTHONHOME VIRTUAL_ENV; export PATH="$(CURDIR)/$(bin):$$PATH"; set -f;
+
+.PHONY: help setup prep train test lint export inspect report new-recipe expected
+
+help: ## list the targets and their options
+	@echo "usage: make <target> [OPTION=value ...]"
+	@echo
+	@grep -hE '^[a-z][a-z-]*:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## (.*)/  \1\t\2/' | expand -t 16
+	@echo
+	@echo "  recipes:      $(recipes)"
+	@echo "  RECIPE=       the recipe's folder name       PRESET=smoke|full   default: what this machine can run"
+	@echo "  NGPU=         processes on this node         FRESH=1             move the old run folder aside first"
+	@echo "  ARGS=\"...\"    passed on, e.g. ARGS=\"trainer_args.max_steps=20\" (train), ARGS=\"--json\" (inspect)"
+	@echo "  RUNTIME=host  where to run; host is the only one for now"
+
+setup: ## make .venv from requirements.lock if it is missing or stale
+	@tools/setup.sh
+
+prep: setup ## prepare what a recipe needs (RECIPE=; ARGS= are prepare.py's options)
+	@$(enter) python recipes/$(RECIPE)/prepare.py --if-missing $(ARGS)
+
+train: setup ## train a recipe (RECIPE=, PRESET=, NGPU=, FRESH=1, ARGS=)
+	@$(enter) recipes/$(RECIPE)/launch.sh $(ARGS)
+
+test: setup ## run the whole test suite (ARGS= are pytest's options)
+	@$(enter) python -m pytest -n 2 --dist loadgroup $(ARGS)
+
+lint: setup ## check Python and shell code
+	@$(enter) ruff check . && shellcheck tools/*.sh .ci/run $$(git ls-files 'recipes/*/launch.sh')
+
+export: setup ## write the newest checkpoint of a run as a Hugging Face folder (RECIPE=, PRESET=, RUN=)
+	@$(enter) tools/run_folder.sh $(RECIPE) "$(RUN)" lmms-engine export $(ARGS)
+
+inspect: setup ## show the batches that a recipe would train on (RECIPE=, PRESET=)
+	@$(enter) lmms-engine inspect --config recipes/$(RECIPE)/config.yaml \
+	  $(if $(filter full,$(PRESET)),,--config recipes/$(RECIPE)/smoke.yaml) $(ARGS)
+
+report: setup ## write report.html of a run (RECIPE=, PRESET=, RUN=)
+	@$(enter) tools/run_folder.sh $(RECIPE) "$(RUN)" lmms-engine report $(ARGS)
+
+new-recipe: ## copy a recipe under another name (NAME=, FROM=)
+	@tools/new_recipe.sh "$(NAME)" "$(FROM)"
+
+expected: setup ## run a recipe's smoke preset and record its expected.json (RECIPE=)
+	@$(enter) python tools/expected.py $(RECIPE)
