@@ -39,20 +39,20 @@ install_lock() {
     uv_lines=$(mktemp)
     # uv at the lock's own version and hash; the block of a package ends at the next unindented line.
     awk '/^[^ ]/ { inside = /^uv==/ } inside' requirements.lock >"$uv_lines"
-    if .venv/bin/python -m pip install --quiet --require-hashes --no-deps -r "$uv_lines" >&2; then
+    if .venv/bin/python -m pip install -qq --require-hashes --no-deps -r "$uv_lines" >&2; then
         say "installing the $packages packages of requirements.lock with uv"
         .venv/bin/uv pip install --quiet --python .venv/bin/python --require-hashes -r requirements.lock
     else
         say "uv could not be installed; installing the $packages packages of requirements.lock with pip (slower)"
-        .venv/bin/python -m pip install --quiet --require-hashes -r requirements.lock >&2
+        .venv/bin/python -m pip install -qq --require-hashes -r requirements.lock >&2
     fi
     rm -f "$uv_lines"
 }
 
 install_project() { # hatchling comes from the lock, so nothing unpinned is fetched
-    local pip=(.venv/bin/python -m pip)
-    [[ -x .venv/bin/uv ]] && pip=(.venv/bin/uv pip)
-    VIRTUAL_ENV=$PWD/.venv "${pip[@]}" install --quiet --no-deps --no-build-isolation -e . >&2
+    local install=(.venv/bin/python -m pip install -qq)
+    [[ -x .venv/bin/uv ]] && install=(.venv/bin/uv pip install --quiet)
+    VIRTUAL_ENV=$PWD/.venv "${install[@]}" --no-deps --no-build-isolation -e . >&2
 }
 
 exec 9>.venv.lock

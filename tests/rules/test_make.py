@@ -1,0 +1,146 @@
+"""The Makefile and the set-up script: help, refusals in one line, and when the environment is made anew."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+TARGETS = "setup prep train test lint export inspect report new-recipe expected help".split()
+
+
+def run(*command: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    clean = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "PYTHON")}
+    return subprocess.run(command, cwd=cwd, env={**clean, **env}, capture_output=True, text=True, check=False)
+
+
+def test_help_lists_exactly_the_targets(repo: Path) -> None:
+    shown = run("make", cwd=repo)
+    assert shown.returncode == 0
+    assert sorted(re.findall(r"^  ([a-z][a-z-]+)  +\S", shown.stdout.split("recipes:")[0], re.MULTILINE)) == sorted(TARGETS)
+    assert shown.stdout == run("make", "help", cwd=repo).stdout
+    declared = re.search(r"^\.PHONY: (.*)$", (repo / "Makefile").read_text(), re.MULTILINE)[1].split()
+    assert sorted(declared) == sorted(TARGETS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["train"], "RECIPE=: give the name of one recipe: "),
+        (["train", "RECIPE=nope"], "RECIPE=nope: give the name of one recipe: "),
+        (["train", "RECIPE=../recipes/qwen3_vl"], "give the name of one recipe: "),
+        (["train", "RECIPE=qwen3_vl", "RUNTIME=docker"], "RUNTIME=docker: not supported yet (legal: host)"),
+        (["test", "RUNTIME=podman"], "RUNTIME=podman: not supported yet (legal: host)"),
+    ],
+)
+def test_refusals_are_one_line(repo: Path, arguments: list[str], said: str) -> None:
+    refused = run("make", *arguments, cwd=repo)
+    assert refused.returncode == 2
+    assert said in refused.stderr
+    assert len((refused.stdout + refused.stderr).strip().splitlines()) == 1
+
+
+@pytest.fixture
+def copy(repo: Path, tmp_path: Path) -> Path:
+    """A copy of what set-up needs, where an environment can come and go."""
+    for name in ("tools/setup.sh", "requirements.lock", "pyproject.toml"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(repo / name, tmp_path / name)
+    return tmp_path
+
+
+def fake_python(folder: Path, name: str, body: str) -> Path:
+    path = folder / name
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(0o755)
+    return path
+
+
+@pytest.mark.parametrize("body", ["exit 1", "echo 'No module named venv' >&2; exit 1"])
+def test_unusable_python_stops_with_the_remedy(copy: Path, body: str) -> None:
+    wrong = fake_python(copy, "python3.10", body)
+    stopped = run("tools/setup.sh", cwd=copy, PYTHON=str(wrong))
+    assert stopped.returncode != 0
+    assert len(stopped.stderr.strip().splitlines()) == 1
+    assert "install Python 3.11, 3.12 or 3.13 with its venv module" in stopped.stderr
+    assert not (copy / ".venv").exists()
+
+
+def test_no_python_at_all_stops_with_the_remedy(copy: Path, tmp_path: Path) -> None:
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    for name in ("bash", "env", "dirname", "flock", "sha256sum", "cut", "sed"):
+        (tools / name).symlink_to(shutil.which(name))
+    stopped = run("tools/setup.sh", cwd=copy, PATH=str(tools))
+    assert stopped.returncode != 0
+    assert "install Python 3.11, 3.12 or 3.13" in stopped.stderr
+    assert "Traceback" not in stopped.stderr
+
+
+def make_environment(copy: Path) -> Path:
+    """An environment that set-up takes for its own: a real interpreter and the stamp of this lock."""
+    import sys
+
+    log = copy / "calls"
+    (copy / ".venv/bin").mkdir(parents=True)
+    python = fake_python(copy / ".venv/bin", "python", f'echo "$@" >>{log}\nexec {sys.executable} "$@"')
+    shutil.copy(python, copy / ".venv/bin/uv")
+    (copy / ".venv/bin/uv").write_text(f'#!/bin/sh\necho uv "$@" >>{log}\n')
+    wanted = run("bash", "-c", "sha256sum <requirements.lock; sha256sum <pyproject.toml", cwd=copy).stdout.split()
+    version = ".".join(map(str, sys.version_info[:3]))
+    (copy / ".venv/stamp").write_text(f"{wanted[0]} {version} {copy}\n{wanted[2]}\n")
+    return log
+
+
+def test_a_current_environment_is_left_alone(copy: Path) -> None:
+    log = make_environment(copy)
+    done = run("tools/setup.sh", cwd=copy)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert "install" not in log.read_text()
+
+
+def test_a_changed_project_is_installed_again(copy: Path) -> None:
+    log = make_environment(copy)
+    (copy / "pyproject.toml").write_text((copy / "pyproject.toml").read_text() + "\n# changed\n")
+    assert "installing the project again" in run("tools/setup.sh", cwd=copy).stderr
+    assert "uv pip install --quiet --no-deps --no-build-isolation -e ." in log.read_text()
+    log.unlink()
+    assert run("tools/setup.sh", cwd=copy).stderr == ""
+    assert "install" not in log.read_text()
+
+
+@pytest.mark.parametrize("change", ["lock", "version", "moved", "interrupted"])
+def test_a_stale_environment_is_made_anew(copy: Path, change: str) -> None:
+    make_environment(copy)
+    stamp = copy / ".venv/stamp"
+    if change == "lock":
+        (copy / "requirements.lock").write_text((copy / "requirements.lock").read_text() + "# changed\n")
+    elif change == "version":
+        stamp.write_text(re.sub(r" 3\.\d+\.\d+ ", " 3.9.0 ", stamp.read_text()))
+    elif change == "moved":
+        stamp.write_text(stamp.read_text().replace(str(copy), "/elsewhere"))
+    else:
+        stamp.unlink()
+    # An interpreter that passes the check and then cannot make an environment: enough to see the attempt.
+    wanted = fake_python(copy, "python3", 'case "$*" in *ensurepip*) exit 0;; *version_info*) echo 3.11.0;; *) exit 7;; esac')
+    assert "making .venv" in run("tools/setup.sh", cwd=copy, PATH=f"{copy}:{os.environ['PATH']}").stderr
+
+
+def test_new_recipe(repo: Path, tmp_path: Path) -> None:
+    shutil.copytree(repo / "tools", tmp_path / "tools")
+    shutil.copytree(repo / "recipes/qwen3_vl", tmp_path / "recipes/qwen3_vl")
+    made = run("tools/new_recipe.sh", "mine", "qwen3_vl", cwd=tmp_path)
+    assert made.returncode == 0, made.stderr
+    for path in (tmp_path / "recipes/qwen3_vl").iterdir():
+        if path.name != "expected.json" and path.is_file():
+            assert (tmp_path / "recipes/mine" / path.name).read_bytes() == path.read_bytes()
+    for name, source in (("mine", "qwen3_vl"), ("other", "nope"), ("", "qwen3_vl"), ("a/b", "qwen3_vl"), ("_x", "qwen3_vl")):
+        refused = run("tools/new_recipe.sh", name, source, cwd=tmp_path)
+        assert refused.returncode == 2
+        assert len(refused.stderr.strip().splitlines()) == 1
+    assert sorted(path.name for path in (tmp_path / "recipes").iterdir()) == ["mine", "qwen3_vl"]
