@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from lmms_engine.segments import RowRef, Segments
 
-# Media whose values the host needs (grids, counts): they never move to the device, which saves a sync per read.
+# Media whose values the host needs (grids, counts): they never move to the device, which saves syncs.
 HOST_SUFFIXES = ("_grid_thw",)
 
 
@@ -17,8 +18,8 @@ HOST_SUFFIXES = ("_grid_thw",)
 class PackedBatch:
     """One flat sequence of T tokens: N rows, then weight-0 stand-ins.
 
-    Segment i belongs to `rows[i]`; segments past `len(rows)` are stand-ins (see collate.py), which count in no
-    token, FLOP or row figure.
+    Segment i belongs to `rows[i]`; segments past `len(rows)` are stand-ins (see collate.py), which count in
+    no token, FLOP or row figure.
     """
 
     segments: Segments
@@ -27,8 +28,12 @@ class PackedBatch:
     labels: Tensor | None             # int64 [T], shifted inside each sample; -100 where weight is 0
     loss_weights: Tensor | None       # float32 [T]
     media: dict[str, Tensor] = field(default_factory=dict)       # e.g. pixel_values, image_grid_thw
-    tower: dict[str, Tensor | int] = field(default_factory=dict) # encoder boundaries, positions: model keyword arguments
+    # encoder boundaries and positions: keyword arguments of the model
+    tower: dict[str, Tensor | int] = field(default_factory=dict)
     rows: tuple[RowRef, ...] = ()
+    # Filled by `to` from the host's weights, so that the loss need not ask the device:
+    supervised: Tensor | None = None  # int64 [S], where loss_weights > 0
+    uniform_weights: bool = False     # all S weights are 1
 
     @property
     def num_tokens(self) -> int:
@@ -44,7 +49,7 @@ class PackedBatch:
         edges = self.segments.cu_seqlens.tolist()
         return [
             int((self.loss_weights[a:b] > 0).sum())
-            for a, b in zip(edges[: len(self.rows)], edges[1:], strict=False)
+            for a, b in itertools.islice(itertools.pairwise(edges), len(self.rows))
         ]
 
     def _map_tensors(self, move, media_move) -> PackedBatch:
@@ -59,7 +64,19 @@ class PackedBatch:
             loss_weights=one(self.loss_weights),
             media={name: media_move(name, tensor) for name, tensor in self.media.items()},
             tower={k: media_move(k, v) if isinstance(v, Tensor) else v for k, v in self.tower.items()},
+            supervised=one(self.supervised),
         )
+
+    def _with_supervised(self) -> PackedBatch:
+        """The batch with its supervised positions listed, where its weights are on the host."""
+        weights = self.loss_weights
+        if weights is None or weights.device.type != "cpu":
+            return self
+        supervised = (weights > 0).nonzero().flatten()
+        uniform = bool((weights[supervised] == 1).all())
+        if weights.is_pinned():
+            supervised = supervised.pin_memory()
+        return replace(self, supervised=supervised, uniform_weights=uniform)
 
     def to(self, device: torch.device) -> PackedBatch:
         """The batch on `device`; dtypes are kept, grids stay on the host."""
@@ -70,7 +87,7 @@ class PackedBatch:
         def media_move(name: str, tensor: Tensor) -> Tensor:
             return tensor if name.endswith(HOST_SUFFIXES) else move(tensor)
 
-        moved = self._map_tensors(move, media_move)
+        moved = self._with_supervised()._map_tensors(move, media_move)
         return replace(moved, segments=self.segments.to(device, non_blocking=True))
 
     def pin_memory(self) -> PackedBatch:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Layout:
-    """Module paths and patterns (`*` is one path component) inside the model. Every one must match a module."""
+    """Module paths and patterns (`*` is one path component) inside the model. Each must match a module."""
 
     body: str                        # called by the objective; returns `.last_hidden_state` before the head
     decoder: str                     # gets `inputs_embeds`; sequence parallelism hooks in here
@@ -30,9 +30,8 @@ class Layout:
     head: str                        # the output projection, replaced by LossHead
     norm: str                        # final norm before the head
     embed: str                       # input embedding
-    attention: dict[str, str] = field(default_factory=dict)   # sub-config name ("" = the top) -> "decoder" | "encoder"
-
-
+    # sub-config name ("" = the top) -> "decoder" | "encoder"
+    attention: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -42,13 +41,14 @@ class ModelSpec:
     name: str                                                  # folder = registry name = recipe name
     model_types: tuple[str, ...]                               # config.model_type values
     model_class: Callable[[PretrainedConfig], nn.Module]       # config -> unmodified library module
-    processor: Callable[..., Processor]                        # (folder_or_id, **processor settings) -> Processor
+    processor: Callable[..., Processor]                        # (folder_or_id, **settings) -> Processor
     layout: Layout
     flops: Callable[[PretrainedConfig, PackedBatch, frozenset[str]], Flops]
     tiny: Callable[[], tuple[nn.Module, list[Sample]]]         # tests: random model and a few unlike samples
     objective: str = "next_token"
-    extra_kwargs: Callable[[PackedBatch, PretrainedConfig], dict[str, Any]] = field(default=lambda batch, config: {})
-    swaps: tuple[str, ...] = ()                                # structural swaps that must match: "rms_norm", "swiglu", …
+    # keywords of the body's forward beyond ids and positions; may replace `input_ids` (flat)
+    extra_kwargs: Callable[[PackedBatch, PretrainedConfig], dict[str, Any]] = lambda batch, config: {}
+    swaps: tuple[str, ...] = ()                                # kernels/liger.py: swaps that must match
 
 
 MODELS: Registry[ModelSpec] = Registry(

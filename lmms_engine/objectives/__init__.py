@@ -1,0 +1,29 @@
+"""Objectives: a model and its loss as differentiable sums."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lmms_engine.objectives.base import Objective
+from lmms_engine.registry import Registry
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import nn
+    from transformers import PretrainedConfig
+
+    from lmms_engine.config import Job
+    from lmms_engine.models.spec import ModelSpec
+
+OBJECTIVES: Registry[Callable[..., Objective]] = Registry(
+    "objective", {"next_token": "lmms_engine.objectives.next_token"}
+)
+
+
+def build_objective(spec: ModelSpec, model: nn.Module, config: PretrainedConfig, job: Job) -> Objective:
+    """The objective that `spec` trains with, around a model whose head is a LossHead."""
+    return OBJECTIVES.get(spec.objective)(model, spec, config, rmpad=job.trainer.use_rmpad)
+
+
+__all__ = ["OBJECTIVES", "Objective", "build_objective"]

@@ -19,7 +19,7 @@ class Objective(nn.Module):
     coefficients: dict[str, float]   # term -> factor in the loss; 0 makes a term a metric
 
     def draw(self, batch: PackedBatch, rng: torch.Generator) -> PackedBatch:
-        """Random choices that decide the targets (masks, timesteps); `rng` is a CPU generator. Default: none."""
+        """Random choices that decide the targets (masks, timesteps); `rng` is on the CPU. Default: none."""
         return batch
 
     def weights(self, batch: PackedBatch) -> dict[str, float]:

@@ -1,0 +1,98 @@
+"""Next-token cross-entropy over packed sequences, with a padded reference path."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from lmms_engine.datasets.batch import PackedBatch
+from lmms_engine.objectives import OBJECTIVES
+from lmms_engine.objectives.base import Objective
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from lmms_engine.models.spec import ModelSpec
+
+
+@OBJECTIVES.register("next_token")
+class NextToken(Objective):
+    """Sum over supervised positions of weight * cross-entropy, term `ce`.
+
+    rmpad: True runs the flat sequence through our attention (the model must `use` it); False unfolds the pack
+    to one padded row per segment and leaves attention and its mask to the library: an independent reference.
+    """
+
+    def __init__(
+        self, model: nn.Module, spec: ModelSpec, config: PretrainedConfig, *, rmpad: bool = True
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.coefficients = {"ce": 1.0}
+        self.rmpad = rmpad
+        self._config = config
+        self._extra_kwargs = spec.extra_kwargs
+        self._body, self._head = spec.layout.body, spec.layout.head
+
+    def weights(self, batch: PackedBatch) -> dict[str, float]:
+        """`ce`: the sum of the loss weights, from a batch on the host."""
+        return {"ce": float(batch.loss_weights.sum(dtype=torch.float64))}
+
+    def forward(self, batch: PackedBatch) -> dict[str, Tensor]:
+        """The sum over this batch. Weights that are not on the device yet cost a sync each."""
+        listed = batch.supervised is not None
+        head = self.model.get_submodule(self._head)
+        loss = head(
+            self.hidden(batch),
+            batch.labels,
+            batch.loss_weights,
+            supervised=batch.supervised,
+            uniform=batch.uniform_weights if listed else None,
+        )
+        return {"ce": loss}
+
+    def hidden(self, batch: PackedBatch) -> Tensor:
+        """The body's last hidden states on the flat sequence, [T, dim], whichever path computes them."""
+        body = self.model.get_submodule(self._body)
+        flat = {"input_ids": batch.input_ids, **self._extra_kwargs(batch, self._config)}
+        ids, positions = flat.pop("input_ids"), batch.position_ids
+        if self.rmpad:
+            out = body(
+                input_ids=ids[None],
+                position_ids=positions.unsqueeze(-2),   # [1, T] or [3, 1, T]
+                segments=batch.segments,
+                use_cache=False,
+                **flat,
+            )
+            return out.last_hidden_state[0]
+        unfold, mask_BL, refold = padded_index(batch)
+        out = body(
+            input_ids=ids[unfold].masked_fill(mask_BL == 0, 0),   # the mask hides them, whatever the id
+            position_ids=positions[..., unfold],
+            attention_mask=mask_BL,
+            use_cache=False,
+            **flat,
+        )
+        return out.last_hidden_state.flatten(0, 1)[refold]
+
+
+def padded_index(batch: PackedBatch) -> tuple[Tensor, Tensor, Tensor]:
+    """How a flat sequence becomes rows of max_len and back.
+
+    Returns the flat position of every cell [B, L] (pads repeat a row's last one), the mask of real cells
+    int64 [B, L], and the cell of every flat position [T].
+    """
+    segments = batch.segments
+    starts = segments.cu_seqlens[:-1].long()
+    lengths = segments.cu_seqlens.diff().long()
+    columns = torch.arange(segments.max_len, device=starts.device)
+    mask_BL = (columns[None] < lengths[:, None]).long()
+    unfold = starts[:, None] + columns[None].minimum(lengths[:, None] - 1)
+    tokens = batch.input_ids.numel()
+    row = torch.arange(segments.num_segments, device=starts.device).repeat_interleave(
+        lengths, output_size=tokens
+    )
+    refold = row * segments.max_len + torch.arange(tokens, device=starts.device) - starts[row]
+    return unfold, mask_BL, refold
