@@ -32,11 +32,15 @@ def train_step(
     """One optimiser step over this rank's micro-batches (all ranks hold the same number of them).
 
     loss = sum_k coefficient_k * sum(term_k) / total_k, with totals over every token of the global batch:
-    the same number in every layout. A term nobody has (total 0) adds nothing.
+    the same number in every layout. A term nobody has (total 0) adds nothing; if no term has anything, the
+    parameters and the optimiser stay as they are.
     """
     micros = [objective.draw(micro, rng) for micro in micros]
     totals = mesh.sum_over_data(total_weights(objective, micros))
     sums = {term: torch.zeros((), dtype=torch.float64, device=mesh.device) for term in objective.coefficients}
+    if not any(totals[term] for term, factor in objective.coefficients.items() if factor):
+        # Nobody has a target, and every rank knows: weight decay and old moments must not move anything.
+        return StepStats(sums=sums, totals=totals, grad_norm=torch.zeros((), device=mesh.device))
     for i, micro in enumerate(micros):
         with backend.micro(last=i == len(micros) - 1):
             micro = objective.prepare(micro.to(mesh.device), rng)
