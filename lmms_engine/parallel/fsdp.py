@@ -1,0 +1,186 @@
+"""FSDP2: sharding into units, and filling the shards from one stream of full tensors.
+
+Gradients are summed over the ranks, never averaged: the loss already carries the global denominator.
+The same path serves one process, where every shard is the whole tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from lmms_engine.errors import UserError
+from lmms_engine.parallel.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Modules whose parameters are gathered together, for one call of the first until the last has run.
+
+    cast_inputs: floating-point inputs are cast to the compute dtype. Only right where the inputs are data
+    (pixels); elsewhere it would round rotary tables and loss weights.
+    """
+
+    name: str
+    modules: tuple[nn.Module, ...]
+    cast_inputs: bool = False
+
+
+def tied_names(model: nn.Module) -> list[list[str]]:
+    """Groups of parameter names that are one and the same parameter."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [group for group in names.values() if len(group) > 1]
+
+
+def apply_fsdp(
+    root: nn.Module, units: list[Unit], mesh: Mesh, *, bf16: bool, reshard_after_forward: bool
+) -> None:
+    """Shards `root`: the units, inner ones first, then what is left as the root's own unit.
+
+    bf16: compute in bfloat16 from float32 masters, gradients reduced in float32.
+    Modules that share a parameter must be in one unit: in two, the tie would break without a word.
+    """
+    ties = tied_names(root)
+    for unit in [*units, Unit("root", (root,))]:
+        policy = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16 if bf16 else None,
+            reduce_dtype=torch.float32 if bf16 else None,
+            cast_forward_inputs=unit.cast_inputs,
+        )
+        target = unit.modules[0] if len(unit.modules) == 1 else list(unit.modules)
+        fully_shard(target, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)   # gloo has no pre-multiplied sum
+    assert_ties(root, ties)
+
+
+def assert_ties(model: nn.Module, ties: list[list[str]]) -> None:
+    """Every group of names still is one parameter."""
+    for group in ties:
+        parameters = {id(model.get_parameter(name)) for name in group}
+        assert len(parameters) == 1, f"the tie of {group} broke"
+
+
+def materialise(
+    root: nn.Module,
+    model: nn.Module,
+    mesh: Mesh,
+    weights: Callable[[], Iterator[tuple[str, Tensor]]] | None,
+    buffers: Callable[[], dict[str, Tensor]],
+) -> None:
+    """Gives the sharded meta tensors of `root` storage on the device, and `model` its values.
+
+    weights: called on rank 0 alone; yields (name in `model`, full tensor), each parameter and persistent
+    buffer once (further names of a tied parameter may follow and are skipped). One full tensor lives on a
+    device at a time. None leaves the values undefined, for a checkpoint that is loaded next.
+    buffers: called on rank 0 alone; float32 values of the non-persistent buffers, which no checkpoint holds.
+    """
+    ties = tied_names(root)
+    root.to_empty(device=mesh.device)
+    assert_ties(root, ties)
+    _fill_buffers(model, _from_main(buffers, mesh), mesh.device)
+    if weights is not None:
+        _fill(model, _broadcast_stream(weights, mesh), mesh.device)
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """The buffers that belong to the model's weights."""
+    keys = model.state_dict().keys()
+    return {name: buffer for name, buffer in model.named_buffers() if name in keys}
+
+
+@torch.no_grad()
+def _fill(model: nn.Module, stream: Iterator[tuple[str, Tensor]], device: torch.device) -> None:
+    targets: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    targets.update(persistent_buffers(model))
+    done: set[int] = set()
+    for name, full in stream:
+        if name not in targets:
+            raise UserError(f"the weights hold '{name}', which {type(model).__name__} does not have")
+        target = targets[name]
+        if id(target) in done:
+            continue
+        if full.shape != target.shape:
+            raise UserError(
+                f"the weights' '{name}' has the shape {list(full.shape)}, "
+                f"the model needs {list(target.shape)}"
+            )
+        if isinstance(target, DTensor):
+            shard = distribute_tensor(full, target.device_mesh, target.placements, src_data_rank=None)
+            target.to_local().copy_(shard.to_local())
+        else:
+            target.copy_(full)
+        done.add(id(target))
+    missing = [name for name, target in targets.items() if id(target) not in done]
+    if missing:
+        raise UserError(f"the weights lack {_some(missing)} of {type(model).__name__}")
+
+
+def _fill_buffers(model: nn.Module, values: dict[str, Tensor], device: torch.device) -> None:
+    keys = model.state_dict().keys()
+    names = [name for name, _ in model.named_buffers() if name not in keys]
+    missing = [name for name in names if name not in values]
+    assert not missing, f"nobody restores the buffers {missing}"
+    for name in names:
+        path, _, leaf = name.rpartition(".")
+        # replaced, not copied into: the empty one may have been cast with the model
+        model.get_submodule(path).register_buffer(leaf, values[name].to(device), persistent=False)
+
+
+def _from_main(make: Callable[[], dict[str, Tensor]], mesh: Mesh) -> dict[str, Tensor]:
+    """`make()` of rank 0, on every rank; its failure is every rank's."""
+    box: tuple[dict[str, Tensor], str | None] = ({}, None)
+    if mesh.is_main:
+        try:
+            box = (make(), None)
+        except Exception as error:
+            mesh.broadcast(({}, str(error)))
+            raise
+    values, problem = mesh.broadcast(box)
+    if problem is not None:
+        raise UserError(problem)
+    return values
+
+
+def _broadcast_stream(
+    weights: Callable[[], Iterator[tuple[str, Tensor]]], mesh: Mesh
+) -> Iterator[tuple[str, Tensor]]:
+    """Rank 0's stream on every rank, tensor by tensor, on the device; its failure is every rank's."""
+    if mesh.is_main:
+        try:
+            for name, tensor in weights():
+                mesh.broadcast((name, tensor.shape, tensor.dtype))
+                yield name, _broadcast_tensor(tensor.to(mesh.device).contiguous(), mesh)
+        except GeneratorExit:
+            raise
+        except Exception as error:
+            mesh.broadcast(str(error))
+            raise
+        mesh.broadcast(None)
+        return
+    while (header := mesh.broadcast(None)) is not None:
+        if isinstance(header, str):
+            raise UserError(header)
+        name, shape, dtype = header
+        yield name, _broadcast_tensor(torch.empty(shape, dtype=dtype, device=mesh.device), mesh)
+
+
+def _broadcast_tensor(tensor: Tensor, mesh: Mesh) -> Tensor:
+    if mesh.world_size > 1 and tensor.numel():
+        dist.broadcast(tensor.view(-1).view(torch.uint8), src=0)   # as bytes: gloo does not know every dtype
+    return tensor
+
+
+def _some(names: list[str]) -> str:
+    """The first few names, and how many more there are."""
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -1,0 +1,171 @@
+"""From a job to a sharded, loaded objective: one function, one order, no model names.
+
+    objective, spec, config = build_model(job, mesh)
+
+This is the only place where kernels and parallelism meet.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from lmms_engine.errors import UserError
+from lmms_engine.kernels import attention, liger, loss_head
+from lmms_engine.models import hf
+from lmms_engine.models.spec import Layout, ModelSpec, for_type
+from lmms_engine.objectives import build_objective
+from lmms_engine.objectives.base import Objective
+from lmms_engine.parallel.activation_checkpoint import apply_activation_checkpointing, choose_blocks
+from lmms_engine.parallel.freeze import apply_freeze
+from lmms_engine.parallel.fsdp import Unit, apply_fsdp, materialise
+from lmms_engine.parallel.mesh import Mesh
+from lmms_engine.parallel.paths import resolve, under
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PretrainedConfig
+
+    from lmms_engine.config import Job, TrainerSection
+
+LOG = logging.getLogger("lmms_engine")
+
+
+def build_model(
+    job: Job, mesh: Mesh, *, load_weights: bool = True
+) -> tuple[Objective, ModelSpec, PretrainedConfig]:
+    """The objective on this rank's device, sharded.
+
+    load_weights: False leaves the parameters undefined, for a checkpoint that is loaded next.
+    """
+    config = hf.read_config(job.model)
+    spec = for_type(config.model_type)
+    model = hf.build_meta(spec, config)
+    apply_kernels(model, spec, job, mesh.device)
+    objective = build_objective(spec, model, config, job)
+    parallelize(objective, spec.layout, mesh, job.trainer)
+    source = job.model.load_from_pretrained_path
+    folder = Path(source) if source else None
+    materialise(
+        objective,
+        model,
+        mesh,
+        (lambda: hf.weight_stream(spec, config, folder, job.trainer.seed)) if load_weights else None,
+        lambda: hf.buffers(spec, config),
+    )
+    return objective, spec, config
+
+
+def apply_kernels(model: nn.Module, spec: ModelSpec, job: Job, device: torch.device) -> None:
+    """Attention, fused modules and the loss head, each by registration or module swap."""
+    fused = job.trainer.use_liger_kernel and device.type == "cuda"
+    if job.trainer.use_liger_kernel and not fused:
+        LOG.info("use_liger_kernel: no GPU here, so the plain modules run instead")
+    if job.trainer.use_rmpad:
+        names = attention.install(attention.resolve(job.model.attn_implementation, device))
+    else:
+        names = attention.LIBRARY
+    attention.use(model, spec.layout.attention, names)
+    if fused:
+        swapped = liger.swap(model, spec)
+        LOG.info("fused modules: %s", ", ".join(f"{count} {name}" for name, count in swapped.items()))
+    loss_head.replace_head(model, spec.layout.head, fused=fused)
+
+
+def parallelize(objective: Objective, layout: Layout, mesh: Mesh, trainer: TrainerSection) -> None:
+    """Freezes, marks for recomputation and shards, in this order. Logs what was resolved to what."""
+    model, settings = objective.model, trainer.fsdp_config
+    assert all(p.dtype.itemsize == 4 for p in model.parameters()), "master weights are float32"
+    frozen = apply_freeze(model, trainer.freeze_modules)
+    blocks = {name: block for pattern in layout.blocks for name, block in resolve(model, pattern).items()}
+    encoders = {name: tower for pattern in layout.encoders for name, tower in resolve(model, pattern).items()}
+    check_wrapped_classes(settings.transformer_layer_cls_to_wrap, blocks, encoders)
+    recomputed = choose_blocks(model, settings.activation_checkpointing, blocks, encoders)
+    apply_activation_checkpointing(recomputed)
+    units = plan_units(model, layout, blocks, encoders)
+    table = format_table(objective, layout, units, blocks, recomputed, frozen)
+    bf16 = trainer.bf16 and mesh.device.type == "cuda"
+    apply_fsdp(objective, units, mesh, bf16=bf16, reshard_after_forward=settings.reshard_after_forward)
+    if mesh.is_main:
+        compute = "bfloat16" if bf16 else "float32"
+        LOG.info("model: %s compute, float32 masters, %d ranks\n%s", compute, mesh.fsdp.size(), table)
+
+
+def plan_units(
+    model: nn.Module, layout: Layout, blocks: dict[str, nn.Module], encoders: dict[str, nn.Module]
+) -> list[Unit]:
+    """What is gathered together: each block, the rest of each tower, the embedding, and norm with head.
+
+    Inner units come first. A head tied to the embedding shares its unit.
+    """
+    units = [Unit(name, (block,)) for name, block in blocks.items()]
+    # towers get pixels or sound in float32; blocks get rotary tables, which must not be rounded
+    units += [Unit(name, (tower,), cast_inputs=True) for name, tower in encoders.items()]
+    embed, norm, head = (model.get_submodule(path) for path in (layout.embed, layout.norm, layout.head))
+    if {id(p) for p in embed.parameters()} & {id(p) for p in head.parameters()}:
+        units.append(Unit(f"{layout.embed} + {layout.norm} + {layout.head} (tied)", (embed, norm, head)))
+    else:
+        units.append(Unit(layout.embed, (embed,)))
+        units.append(Unit(f"{layout.norm} + {layout.head}", (norm, head)))
+    return units
+
+
+def check_wrapped_classes(
+    given: str | Sequence[str] | None, blocks: dict[str, nn.Module], encoders: dict[str, nn.Module]
+) -> None:
+    """`transformer_layer_cls_to_wrap`, if given, names the classes of the layout's blocks.
+
+    All of them, or all outside the towers: the reference system's files name the decoder's alone.
+    """
+    if given is None:
+        return
+    named = {given} if isinstance(given, str) else set(given)
+    ours = {type(block).__name__ for block in blocks.values()}
+    decoder = {type(block).__name__ for name, block in blocks.items() if not under(name, encoders)}
+    if named not in (ours, decoder):
+        raise UserError(
+            f"trainer_args.fsdp_config.transformer_layer_cls_to_wrap={sorted(named)}: this model's blocks are "
+            f"{sorted(ours)} (legal: all of them, {sorted(decoder)} alone, or null)"
+        )
+
+
+def format_table(
+    objective: Objective,
+    layout: Layout,
+    units: list[Unit],
+    blocks: dict[str, nn.Module],
+    recomputed: dict[str, nn.Module],
+    frozen: list[str],
+) -> str:
+    """Patterns and what they matched, with trainable and frozen parameter counts. Call it before sharding."""
+    lines = [f"  {'sharding unit':<58} {'modules':>7} {'recompute':>9} {'parameters':>15} {'trainable':>15}"]
+    counted: set[int] = set()
+
+    def row(name: str, modules: list[nn.Module], recompute: str = "") -> None:
+        total = trainable = 0
+        for parameter in (p for module in modules for p in module.parameters()):
+            if id(parameter) not in counted:
+                counted.add(id(parameter))
+                total += parameter.numel()
+                trainable += parameter.numel() * parameter.requires_grad
+        lines.append(f"  {name:<58} {len(modules):>7} {recompute:>9} {total:>15,} {trainable:>15,}")
+
+    for pattern in layout.blocks:
+        matched = resolve(objective.model, pattern)
+        done = sum(name in recomputed for name in matched)
+        row(pattern, list(matched.values()), str(done) if done else "no")
+    for unit in units:
+        if unit.name not in blocks:
+            row(unit.name, list(unit.modules))
+    row("root: all the rest", [objective])
+    parameters = list(objective.parameters())
+    trainable = sum(p.numel() for p in parameters if p.requires_grad)
+    total = sum(p.numel() for p in parameters)
+    lines.append(f"  {trainable:,} of {total:,} parameters are trained, {total - trainable:,} are frozen")
+    if frozen:
+        lines.append(f"  frozen: {', '.join(frozen)}")
+    return "\n".join(lines)
