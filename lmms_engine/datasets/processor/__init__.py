@@ -1,0 +1,28 @@
+"""Processors by name.
+
+    @register_processor("my_model")
+    class MyProcessor:                      # the Processor protocol of base.py
+        @classmethod
+        def from_pretrained(cls, folder_or_id: str, **settings) -> "MyProcessor": ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from lmms_engine.datasets.processor.base import KeyRule, Processor
+from lmms_engine.registry import Registry
+
+T = TypeVar("T", bound=type)
+
+PROCESSORS: Registry[Any] = Registry(
+    "processor", {name: f"lmms_engine.models.{name}.processor" for name in ("qwen2_5_vl", "qwen3_vl")}
+)
+
+__all__ = ["PROCESSORS", "KeyRule", "Processor", "register_processor"]
+
+
+def register_processor(name: str) -> Callable[[T], T]:
+    """Class decorator that makes a processor available as `processor_config.processor_type: <name>`."""
+    return PROCESSORS.register(name)

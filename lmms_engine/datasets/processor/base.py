@@ -1,0 +1,57 @@
+"""What the data path asks of a processor, and the rule by which its media are joined into a pack."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from torch import Tensor
+
+from lmms_engine.datasets.sample import Sample
+from lmms_engine.segments import RowRef
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+    from lmms_engine.datasets.schema import Row
+
+
+@dataclass(frozen=True)
+class KeyRule:
+    """How one media tensor of several samples becomes one of the pack: joined along `concat_dim`."""
+
+    concat_dim: int
+
+
+class Processor(Protocol):
+    """Row to Sample, for one model. Lives in the loader's workers: no device, no global state."""
+
+    tokenizer: PreTrainedTokenizerFast
+
+    @property
+    def keys(self) -> Mapping[str, KeyRule]:
+        """A rule for every key that `Sample.media` may hold."""
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for processors that make equal samples; kept in the run's manifest and checkpoints."""
+        ...
+
+    def __call__(self, row: Row, ref: RowRef) -> Sample:
+        """The row, tokenised, with labels shifted; raises BadRow if it cannot be used."""
+        ...
+
+    def stand_in(self) -> Sample | None:
+        """A sample without weight that runs every tower once; None for models without towers."""
+        ...
+
+    def tower_inputs(self, media: Mapping[str, Tensor]) -> dict[str, Tensor | int]:
+        """Keyword arguments of the model that save its towers reading grids on the device."""
+        ...
+
+    def save_pretrained(self, folder: Path) -> None:
+        """Writes the library's processor files, with the settings trained with."""
+        ...

@@ -1,0 +1,235 @@
+"""Clips: which frames of a file a model sees, and when they happen.
+
+    plan = plan_clip(part, fps=2.0, min_frames=4, max_frames=768)
+    for frame in plan.frames():       # uint8 [H, W, 3], upright, one at a time
+        ...
+
+The clock is the file's own presentation time stamps, counted from its first frame, so that variable frame
+rates and cut-out spans keep the true time. Frames are spread evenly over the file or span, from its first
+to its last frame; for a constant frame rate these are exactly the frames the Qwen processors choose.
+A folder of pictures is a clip that was sampled already: it needs the rate stated and is not sampled again.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import av
+import numpy as np
+
+from lmms_engine.datasets.media import check_size, decode_picture, read_media
+from lmms_engine.errors import BadRow
+
+if TYPE_CHECKING:
+    from lmms_engine.datasets.schema import MediaPart
+
+FRAME_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
+CLOCK_DIGITS = 6   # microseconds: below it, differences between time stamps are rounding
+
+
+@dataclass(frozen=True)
+class ClipPlan:
+    """The frames that were chosen, before any pixel is decoded.
+
+    times: float64 [n], seconds from the first frame of the file.
+    rate: frames per second of the sampled clip: n over the duration, or the stated rate of extracted frames.
+    frames: opens the clip and yields n frames of one size, uint8 [H, W, 3].
+    """
+
+    times: np.ndarray
+    rate: float
+    frames: Callable[[], Iterator[np.ndarray]]
+
+    def __len__(self) -> int:
+        return len(self.times)
+
+
+@dataclass(frozen=True)
+class Clip:
+    """A decoded clip: frames uint8 [n, H, W, 3]; times float64 [n] in seconds; rate in frames per second."""
+
+    frames: np.ndarray
+    times: np.ndarray
+    rate: float
+
+
+def load_clip(part: MediaPart, *, fps: float, min_frames: int, max_frames: int) -> Clip:
+    """The whole clip in memory, at its full size."""
+    plan = plan_clip(part, fps=fps, min_frames=min_frames, max_frames=max_frames)
+    return Clip(np.stack(list(plan.frames())), plan.times, plan.rate)
+
+
+def plan_clip(part: MediaPart, *, fps: float, min_frames: int, max_frames: int) -> ClipPlan:
+    """Chooses the frames of `part`; its own `fps`, `start` and `end` go before the run's settings.
+
+    Raises BadRow: `media_missing`, `media_corrupt`, `media_span`, `media_too_large`,
+    `video_rate`, `aspect_ratio`.
+    """
+    if part.path is not None and Path(part.path).is_dir():
+        return _plan_folder(part, max_frames)
+    source = read_media(part)
+    file = _File(source, part.label)
+    pts = file.timestamps
+    seconds = np.array([float((p - pts[0]) * file.time_base) for p in pts])
+    end_of_file = seconds[-1] + float(file.last_duration * file.time_base)
+    keep = _span(part, seconds, end_of_file)
+    start, end = seconds[keep[0]], seconds[keep[-1] + 1] if keep[-1] + 1 < len(seconds) else end_of_file
+    duration = round(end - start, CLOCK_DIGITS)
+    count = num_frames(len(keep), duration, part.fps or fps, min_frames=min_frames, max_frames=max_frames)
+    chosen = keep[spread(seconds[keep], count)]
+    targets = [pts[i] for i in chosen]
+    rate = len(targets) / duration if duration > 0 else part.fps or fps
+    return ClipPlan(seconds[chosen], rate, lambda: file.frames(targets))
+
+
+def num_frames(total: int, duration: float, fps: float, *, min_frames: int, max_frames: int) -> int:
+    """How many of `total` frames lasting `duration` seconds are used at `fps`, at least 1."""
+    wanted = int(duration * fps + 1e-6)
+    return max(1, min(max(wanted, min_frames), max_frames, total))
+
+
+def spread(seconds: np.ndarray, count: int) -> np.ndarray:
+    """Indices of the `count` frames nearest to even steps of time from the first frame to the last.
+
+    At a constant rate this is `round(linspace(0, n - 1, count))`. No frame is taken twice.
+    """
+    indices = np.arange(len(seconds))
+    if count >= len(seconds):
+        return indices
+    targets = np.linspace(seconds[0], seconds[-1], count)
+    # The rounding before the rounding keeps exact halves halves, as they are for frame numbers.
+    chosen = np.rint(np.interp(targets, seconds, indices).round(CLOCK_DIGITS)).astype(int)
+    # Where frames are sparse, two targets may share one: the later moves on, then all fit in from the end.
+    chosen = np.maximum.accumulate(chosen - np.arange(count)) + np.arange(count)
+    return np.minimum(chosen, len(seconds) - count + np.arange(count))
+
+
+def _span(part: MediaPart, seconds: np.ndarray, end_of_file: float) -> np.ndarray:
+    """Indices of the frames inside [start, end)."""
+    start = 0.0 if part.start is None else part.start
+    end = np.inf if part.end is None else part.end
+    # The frame on screen at `start` began before it.
+    first = max(int(np.searchsorted(seconds, start + 1e-6, side="right")) - 1, 0)
+    keep = np.arange(len(seconds))[first:]
+    keep = keep[seconds[keep] < end - 1e-6]
+    if start >= end_of_file or len(keep) == 0:
+        lasts = f"the clip lasts {end_of_file:.3f} s"
+        raise BadRow("media_span", f"no frame of {part.label} lies in {start}–{end} s; {lasts}")
+    return keep
+
+
+class _File:
+    """An encoded clip: time stamps from its packets, without decoding, and frames on demand."""
+
+    def __init__(self, source: bytes | Path, name: str) -> None:
+        self._source, self._name = source, name
+        with self._open() as container:
+            stream = self._stream(container)
+            context = stream.codec_context
+            check_size(max(context.width, 1), max(context.height, 1), f"clip {name}")
+            self.time_base = stream.time_base or Fraction(1, 1)
+            packets = self._guard(lambda: [p for p in container.demux(stream) if p.size and not p.is_discard])
+            declared, step = stream.frames, stream.average_rate
+        if not packets or len(packets) < declared:
+            found = f"{len(packets)} of {declared} frames are there"
+            raise BadRow("media_corrupt", f"clip {name} is cut: {found}")
+        stamps = [(_stamp(p), p) for p in packets]
+        if any(stamp is None for stamp, _ in stamps):
+            raise BadRow("media_corrupt", f"clip {name} has frames without a time stamp")
+        stamps.sort(key=lambda pair: pair[0])
+        self.timestamps: list[int] = [stamp for stamp, _ in stamps]
+        self._keyframes = [stamp for stamp, p in stamps if p.is_keyframe]
+        gap = int(1 / (step * self.time_base)) if step else 0
+        self.last_duration: int = stamps[-1][1].duration or gap
+
+    def frames(self, targets: list[int], *, seek: bool = True) -> Iterator[np.ndarray]:
+        """The frames with the time stamps `targets` (ascending), skipping to key frames between them."""
+        with self._open() as container:
+            stream = self._stream(container)
+            decoder, position = container.decode(stream), self.timestamps[0]
+            for done, target in enumerate(targets):
+                jumped = seek and self._keyframe_before(target) > position
+                if jumped:
+                    decoder = self._decode_from(container, stream, target)
+                while (frame := self._guard(lambda decoder=decoder: next(decoder, None))) is not None:
+                    position = _stamp(frame)
+                    if position is not None and position >= target:
+                        break
+                if frame is not None and position != target and jumped:   # this format cannot seek exactly
+                    yield from self.frames(targets[done:], seek=False)
+                    return
+                if frame is None or position != target:
+                    at = float((target - self.timestamps[0]) * self.time_base)
+                    raise BadRow("media_corrupt", f"clip {self._name}: the frame at {at:.3f} s is missing")
+                yield _upright(frame)
+
+    def _keyframe_before(self, pts: int) -> int:
+        at = int(np.searchsorted(self._keyframes, pts, side="right")) - 1
+        return self._keyframes[at] if at >= 0 else self.timestamps[0]
+
+    def _decode_from(self, container: av.container.InputContainer, stream: av.VideoStream, target: int):
+        # Seeking backwards from the key frame itself lands on it, or on an earlier one: both are right.
+        self._guard(lambda: container.seek(self._keyframe_before(target), stream=stream, backward=True))
+        return container.decode(stream)
+
+    def _open(self) -> av.container.InputContainer:
+        source = io.BytesIO(self._source) if isinstance(self._source, bytes) else str(self._source)
+        return self._guard(lambda: av.open(source))
+
+    def _stream(self, container: av.container.InputContainer) -> av.VideoStream:
+        if not container.streams.video:
+            raise BadRow("media_corrupt", f"clip {self._name} has no video stream")
+        stream = container.streams.video[0]
+        stream.codec_context.thread_count = 1   # loader workers are the parallelism
+        return stream
+
+    def _guard(self, call: Callable):
+        try:
+            return call()
+        except (av.FFmpegError, EOFError, OSError) as error:
+            raise BadRow("media_corrupt", f"clip {self._name} cannot be decoded: {error}") from None
+
+
+def _stamp(item: av.Packet | av.VideoFrame) -> int | None:
+    return item.dts if item.pts is None else item.pts   # AVI files state no presentation time
+
+
+def _upright(frame: av.VideoFrame) -> np.ndarray:
+    """RGB, with the camera's rotation (degrees anticlockwise, in the display matrix) applied."""
+    pixels = frame.to_ndarray(format="rgb24")
+    turns = round(frame.rotation / 90) % 4
+    return np.ascontiguousarray(np.rot90(pixels, turns)) if turns else pixels
+
+
+def _plan_folder(part: MediaPart, max_frames: int) -> ClipPlan:
+    """Frames that lie in a folder as pictures, in the order of their names."""
+    paths = sorted(p for p in Path(part.path or "").iterdir() if p.suffix.lower() in FRAME_SUFFIXES)
+    if not paths:
+        legal = ", ".join(FRAME_SUFFIXES)
+        raise BadRow("media_missing", f"the frame folder {part.label} holds no pictures ({legal})")
+    if part.fps is None and len(paths) > 1:
+        raise BadRow(
+            "video_rate",
+            f"the frames in {part.label} need their rate: give the clip `fps`, as extracted",
+        )
+    rate = part.fps or 1.0
+    seconds = np.arange(len(paths)) / rate
+    keep = _span(part, seconds, len(paths) / rate)
+    chosen = keep[spread(seconds[keep], min(len(keep), max_frames))]
+
+    def frames() -> Iterator[np.ndarray]:
+        size = None
+        for i in chosen:
+            picture = decode_picture(paths[i], str(paths[i]))
+            size = size or picture.size
+            if picture.size != size:
+                raise BadRow("media_corrupt", f"frame {paths[i]} is {picture.size}, those before it {size}")
+            yield np.asarray(picture)
+
+    rate *= len(chosen) / len(keep)   # every frame unless there were more than `max_frames`
+    return ClipPlan(seconds[chosen], rate, frames)
