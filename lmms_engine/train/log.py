@@ -19,7 +19,7 @@ class _CurrentStderr(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             print(self.format(record), file=sys.stderr, flush=True)
-        except (OSError, ValueError):   # a closed terminal must not end the run
+        except (OSError, ValueError):  # a closed terminal must not end the run
             self.handleError(record)
 
 
@@ -56,7 +56,9 @@ class TrainProgress:
     Use as a context manager. bar: None asks whether stdout is a terminal.
     """
 
-    def __init__(self, *, enabled: bool, max_steps: int | None, fraction: float, bar: bool | None = None) -> None:
+    def __init__(
+        self, *, enabled: bool, max_steps: int | None, fraction: float, bar: bool | None = None
+    ) -> None:
         self._enabled = enabled
         self._max_steps = max_steps
         self._first = fraction
@@ -64,9 +66,14 @@ class TrainProgress:
         self._bar: Progress | None = None
         if enabled and (sys.stdout.isatty() if bar is None else bar):
             self._bar = Progress(
-                TextColumn("train"), BarColumn(), TaskProgressColumn(), TextColumn("{task.fields[line]}"),
-                TimeElapsedColumn(), TextColumn("eta {task.fields[eta]}"), console=Console(),
-            )  # fmt: skip
+                TextColumn("train"),
+                BarColumn(),
+                TaskProgressColumn(),
+                TextColumn("{task.fields[line]}"),
+                TimeElapsedColumn(),
+                TextColumn("eta {task.fields[eta]}"),
+                console=Console(),
+            )
             self._task = self._bar.add_task("train", total=1.0, completed=fraction, line="", eta="?")
 
     def __enter__(self) -> TrainProgress:
@@ -109,8 +116,13 @@ def describe(row: dict[str, Any], max_steps: int | None = None) -> str:
     step = f"step {row['step']}" + (f"/{max_steps}" if max_steps else "")
     if row["split"] == "eval":
         return f"{step}  eval loss {row['loss']:.4f} over {row['supervised_tokens']:,} supervised tokens"
-    parts = [step, f"loss {row['loss']:.4f}", f"lr {max(row['lr'].values()):.2e}", f"norm {row['grad_norm']:.3f}",
-             f"{row['tokens_per_s']:,.0f} tokens/s"]  # fmt: skip
+    parts = [
+        step,
+        f"loss {row['loss']:.4f}",
+        f"lr {max(row['lr'].values()):.2e}",
+        f"norm {row['grad_norm']:.3f}",
+        f"{row['tokens_per_s']:,.0f} tokens/s",
+    ]
     parts.append("mfu n/a" if row["mfu"] is None else f"mfu {row['mfu']:.1%}")
     if row["peak_gb"] is not None:
         parts.append(f"{row['peak_gb']:.1f} GB")

@@ -26,8 +26,10 @@ PACKAGES = (
     "pillow", "numpy", "pyarrow", "safetensors", "tokenizers", "wandb", "tensorboard",
 )  # fmt: skip
 # Variables that change what a run computes or how fast; the rest of the environment may hold secrets.
-VARIABLES = ("CUDA_", "NCCL_", "GLOO_", "TORCH", "PYTORCH_", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "PRESET",
-             "WORLD_SIZE", "NNODES", "TOKENIZERS_PARALLELISM", "HF_HUB_OFFLINE", "DS_ACCELERATOR")  # fmt: skip
+VARIABLES = (
+    "CUDA_", "NCCL_", "GLOO_", "TORCH", "PYTORCH_", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "PRESET",
+    "WORLD_SIZE", "NNODES", "TOKENIZERS_PARALLELISM", "HF_HUB_OFFLINE",
+)  # fmt: skip
 
 
 def build_manifest(
@@ -88,7 +90,9 @@ def git_state(root: Path) -> dict[str, Any] | None:
 
 def _git(root: Path, *arguments: str) -> str | None:
     try:
-        done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=20)
+        done = subprocess.run(
+            ["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=20
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None

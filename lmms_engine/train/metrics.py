@@ -1,7 +1,7 @@
 """What a step did, as rows of `metrics.jsonl`: full precision, one row for every step.
 
-Nothing here syncs the device in the step: numbers stay where they are until `Recorder.flush`, which every rank
-calls at the same steps (logging, saving, evaluation, end). Global rank 0 writes.
+Nothing here syncs the device in the step: numbers stay where they are until `Recorder.flush`, which every
+rank calls at the same steps (logging, saving, validation, end). Global rank 0 writes.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ SKIPPED_FILE = "skipped.jsonl"
 # The keys of every row, in order; null where one does not apply.
 KEYS = (
     "step",
-    "split",                # "train" | "eval"
-    "loss",                 # sum over supervised tokens / their number, over the whole global batch
-    "loss_terms",           # {term: sum / its own weight}
-    "grad_norm",            # before clipping
-    "lr",                   # {parameter group: rate used in this step}
+    "split",  # "train" | "eval"
+    "loss",  # sum over supervised tokens / their number, over the whole global batch
+    "loss_terms",  # {term: sum / its own weight}
+    "grad_norm",  # before clipping
+    "lr",  # {parameter group: rate used in this step}
     "supervised_tokens",
-    "tokens",               # of real rows, all data ranks
+    "tokens",  # of real rows, all data ranks
     "samples",
-    "skipped",              # rows refused since the previous row
-    "step_s",               # wall time of the whole step: data wait, forward, backward, optimiser
-    "data_s",               # of which waiting for data (the slowest rank)
-    "tokens_per_s",         # tokens / step_s, all ranks together
-    "mfu",                  # needed FLOPs / (peak x devices x step_s); see models/flops.py
+    "skipped",  # rows refused since the previous row
+    "step_s",  # wall time of the whole step: data wait, forward, backward, optimiser
+    "data_s",  # of which waiting for data (the slowest rank)
+    "tokens_per_s",  # tokens / step_s, all ranks together
+    "mfu",  # needed FLOPs / (peak x devices x step_s); see models/flops.py
     "mfu_conventional",
-    "peak_gb",              # most device memory any rank allocated in the step; on CPU its peak resident memory so far
-    "epoch",                # passes over the data done, with fraction
-    "source_loss",          # {source: mean loss of its supervised tokens}; null for runs on one source
+    "peak_gb",  # device memory of the fullest rank in this step; on CPU peak resident memory so far
+    "epoch",  # passes over the data done, with fraction
+    "source_loss",  # {source: mean loss of its supervised tokens}; null for runs on one source
 )
 
 # Dense bf16 FLOP/s by the exact device name, from the vendor's data sheets ("L40S" is not "L40").
@@ -101,7 +101,7 @@ class StepClock:
 
 
 def peak_memory_gb(device: torch.device) -> float:
-    """Most memory since the last call in GB (1e9 bytes): allocated on the GPU, or resident for a CPU process."""
+    """GB (1e9 bytes): most that was allocated on the GPU since the last call; on CPU most ever resident."""
     if device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -119,7 +119,7 @@ class StepRecord:
     lr: dict[str, float]
     clock: StepClock
     data_s: float
-    micros: list[PackedBatch]     # this rank's real micro-batches, on the host
+    micros: list[PackedBatch]  # this rank's real micro-batches, on the host
     flops: Flops
     skipped: list[dict[str, Any]]
     peak_gb: float
@@ -139,27 +139,34 @@ class Recorder:
     _pending: list[dict[str, Any]] = field(default_factory=list)
     _device: list[tuple[torch.Tensor, StepClock]] = field(default_factory=list)
 
+    @property
+    def pending(self) -> bool:
+        """Whether there are steps not yet written."""
+        return bool(self._pending)
+
     def add(self, record: StepRecord) -> None:
         """Takes a step; keeps its host-side numbers only, so that no batch outlives its step."""
         stats = record.stats
         on_device = [*stats.sums.values(), stats.grad_norm]
         packed = torch.stack([value.detach().to(self.mesh.device, torch.float64) for value in on_device])
         self._device.append((packed, record.clock))
-        self._pending.append({
-            "step": record.step,
-            "epoch": record.epoch,
-            "terms": list(stats.sums),
-            "totals": stats.totals,
-            "lr": record.lr,
-            "data_s": record.data_s,
-            "tokens": sum(micro.num_tokens for micro in record.micros),
-            "supervised": sum(sum(micro.row_supervised()) for micro in record.micros),
-            "samples": sum(len(micro.rows) for micro in record.micros),
-            "flops": (record.flops.strict, record.flops.conventional),
-            "skipped": record.skipped,
-            "peak_gb": record.peak_gb,
-            "rows": batch_records(record.step, record.micros) if self.log_rows else [],
-        })
+        self._pending.append(
+            {
+                "step": record.step,
+                "epoch": record.epoch,
+                "terms": list(stats.sums),
+                "totals": stats.totals,
+                "lr": record.lr,
+                "data_s": record.data_s,
+                "tokens": sum(micro.num_tokens for micro in record.micros),
+                "supervised": sum(sum(micro.row_supervised()) for micro in record.micros),
+                "samples": sum(len(micro.rows) for micro in record.micros),
+                "flops": (record.flops.strict, record.flops.conventional),
+                "skipped": record.skipped,
+                "peak_gb": record.peak_gb,
+                "rows": batch_records(record.step, record.micros) if self.log_rows else [],
+            }
+        )
 
     def flush(self) -> list[dict[str, Any]]:
         """Writes the rows of all steps since the last flush and returns them on every rank. Collective."""
@@ -177,7 +184,9 @@ class Recorder:
         rows = [self._row(step, [step[i] for i in data_ranks]) for step in steps]
         if self.mesh.is_main:
             append_lines(self.run_dir / METRICS_FILE, rows)
-            append_lines(self.run_dir / SKIPPED_FILE, [s for step in steps for e in step for s in e["skipped"]])
+            append_lines(
+                self.run_dir / SKIPPED_FILE, [s for step in steps for e in step for s in e["skipped"]]
+            )
         return rows
 
     def _row(self, ranks: tuple[dict[str, Any], ...], data_ranks: list[dict[str, Any]]) -> dict[str, Any]:
@@ -246,7 +255,7 @@ def rows_file(rank: int) -> str:
 
 
 def append_lines(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Appends rows as JSON lines; numbers that are no numbers (NaN, infinity) become null, as JSON has none."""
+    """Appends rows as JSON lines; NaN and infinity become null, as JSON has no such numbers."""
     if not rows:
         return
     text = "".join(json.dumps(_finite(row), ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
@@ -289,7 +298,7 @@ def cut_back(run_dir: Path, step: int) -> int:
             file.writelines(gone)
         temporary = path.with_name(path.name + ".tmp")
         temporary.write_text("".join(kept), encoding="utf-8")
-        temporary.replace(path)   # a crash here repeats the cut; it never loses the kept rows
+        temporary.replace(path)  # a crash here repeats the cut; it never loses the kept rows
         discarded += len(gone) if path.name == METRICS_FILE else 0
     return discarded
 

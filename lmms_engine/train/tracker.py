@@ -1,7 +1,7 @@
 """Experiment trackers: guests of a run. One that fails or hangs is dropped with a warning; training goes on.
 
-Only global rank 0 has trackers, on a thread of their own, so no other rank ever waits for one. The record of a
-run is `metrics.jsonl`; what a tracker gets is a copy.
+Only global rank 0 has trackers, on a thread of their own, so no other rank ever waits for one. The record of
+a run is `metrics.jsonl`; what a tracker gets is a copy.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lmms_engine.registry import Registry
 
 log = logging.getLogger(__name__)
 
-QUEUE_ROWS = 10_000   # rows a slow tracker may lag behind before it loses some
+QUEUE_ROWS = 10_000  # rows a slow tracker may lag behind before it loses some
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Wandb:
             project=os.environ.get("WANDB_PROJECT", "lmms-engine"),
             name=run.name,
             id=run_id(run.run_dir),
-            resume="allow" if mode == "online" else None,   # offline runs join at `wandb sync` by their id
+            resume="allow" if mode == "online" else None,  # offline runs join at `wandb sync` by their id
             dir=str(run.run_dir),
             config=run.config,
             mode=mode,
@@ -78,7 +78,7 @@ class TensorBoard:
     def start(self, run: RunInfo) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        purge = run.start_step + 1 if run.start_step else None   # hides points after the resumed step
+        purge = run.start_step + 1 if run.start_step else None  # hides points after the resumed step
         self._writer = SummaryWriter(str(run.run_dir / "tensorboard"), purge_step=purge)
 
     def log(self, values: dict[str, float], step: int) -> None:
@@ -143,7 +143,7 @@ class TrackerThread:
             while (item := self._rows.get()) is not None:
                 tracker.log(*item)
             tracker.finish()
-        except BaseException as error:   # a guest's failure of any kind, SystemExit of a client library too
+        except BaseException as error:  # a guest's failure of any kind, SystemExit of a client library too
             self._drop(f"{type(error).__name__}: {error}")
 
     def _drop(self, why: str) -> None:

@@ -1,0 +1,149 @@
+"""The run folder: where it is, whether a run in it may go on, and from where."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from lmms_engine.config import Job
+from lmms_engine.config_load import parse_yaml, read_yaml, show
+from lmms_engine.errors import UserError
+from lmms_engine.parallel.mesh import Mesh
+from lmms_engine.train import checkpoint
+
+CONFIG_FILE = "config.yaml"
+T = TypeVar("T")
+
+# What may differ when a run goes on: where and how often something is written, what is watched, and the
+# layout (which changes no number). Everything else makes it another run.
+FREE = (
+    "trainer_args.output_dir",
+    "trainer_args.run_name",
+    "trainer_args.logging_steps",
+    "trainer_args.save_steps",
+    "trainer_args.save_total_limit",
+    "trainer_args.eval_steps",
+    "trainer_args.report_to",
+    "trainer_args.log_rows",
+    "trainer_args.dataloader_num_workers",
+    "trainer_args.fsdp_config",
+    "trainer_args.sp_ulysses_degree",
+    "trainer_args.ep_degree",
+    "dataset_config.eval_datasets",
+    "dataset_config.eval_dataset_path",
+)
+MAY_GROW = ("trainer_args.max_steps", "trainer_args.num_train_epochs")
+# Together with the number of data ranks these make the global batch, which must stay.
+BATCH = ("trainer_args.gradient_accumulation_steps", "trainer_args.per_device_train_batch_size")
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run begins. checkpoint None: at the beginning. finished: there is nothing left to do."""
+
+    step: int = 0
+    checkpoint: Path | None = None
+    finished: bool = False
+    notes: tuple[str, ...] = field(default=())
+
+
+def prepare(job: Job, run_dir: Path, dp_size: int) -> Start:
+    """Makes the run folder and decides whether to start, to go on or to do nothing. Rank 0 only.
+
+    Raises UserError if the folder cannot be written or holds another run.
+    """
+    require_writable(run_dir)
+    latest = checkpoint.latest(run_dir)
+    if latest is None:
+        return Start()
+    saved_file = run_dir / CONFIG_FILE
+    if not saved_file.exists():
+        raise UserError(
+            f"{run_dir} has checkpoints but no {CONFIG_FILE}: cannot tell whose they are; "
+            "move it aside (FRESH=1) or choose another trainer_args.output_dir"
+        )
+    state = checkpoint.read_state(latest)
+    saved = flatten(read_yaml(saved_file))
+    now = flatten(parse_yaml(job.to_yaml(), CONFIG_FILE))
+    finished = is_finished(job, state)
+    found = differences(saved, now, state["dp_size"], dp_size, finished=finished)
+    if found:
+        raise UserError(
+            f"{run_dir} holds another run: {'; '.join(found)}. Start anew with FRESH=1 (moves the old "
+            "folder aside) or another trainer_args.output_dir"
+        )
+    notes = ()
+    if state["dp_size"] != dp_size and all(saved.get(key) == now.get(key) for key in BATCH):
+        notes = (
+            f"{dp_size} data ranks now, {state['dp_size']} before: the global batch changes in proportion",
+        )
+    return Start(step=state["step"], checkpoint=latest, finished=finished, notes=notes)
+
+
+def is_finished(job: Job, state: dict[str, Any]) -> bool:
+    """Whether a saved state has all the steps or epochs that the job asks for."""
+    if job.trainer.num_train_epochs is not None:
+        return state["epoch"] >= job.trainer.num_train_epochs - 1e-9
+    return state["step"] >= job.trainer.max_steps
+
+
+def differences(
+    saved: dict[str, Any], now: dict[str, Any], saved_ranks: int, ranks: int, *, finished: bool
+) -> list[str]:
+    """The settings that make `now` another run than `saved`, each as "key: old there, new now"."""
+    found = []
+    for key in sorted({*saved, *now}):
+        old, new = saved.get(key), now.get(key)
+        if old == new or any(key == free or key.startswith(free + ".") for free in FREE):
+            continue
+        if key in MAY_GROW and old is not None and new is not None and (new > old or finished):
+            continue
+        if key in BATCH and _global_batch(saved, saved_ranks) == _global_batch(now, ranks):
+            continue
+        found.append(f"{key}: {show(old)} there, {show(new)} now")
+    return found
+
+
+def _global_batch(flat: dict[str, Any], ranks: int) -> int:
+    return flat[BATCH[0]] * flat[BATCH[1]] * ranks
+
+
+def flatten(node: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as dotted keys; lists and scalars are leaves."""
+    if not isinstance(node, dict) or not node:
+        return {prefix: node}
+    flat: dict[str, Any] = {}
+    for key, value in node.items():
+        flat.update(flatten(value, f"{prefix}.{key}" if prefix else str(key)))
+    return flat
+
+
+def require_writable(run_dir: Path) -> None:
+    """Makes the folder and writes a byte into it, or raises UserError."""
+    probe = run_dir / f".probe-{os.getpid()}"
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        probe.write_bytes(b"\n")
+        probe.unlink()
+    except OSError as error:
+        raise UserError(
+            f"trainer_args.output_dir={run_dir}: cannot be written ({error.strerror}); "
+            "choose a folder this user may write to, on a disk with space"
+        ) from error
+
+
+def on_main(mesh: Mesh, work: Callable[[], T]) -> T:
+    """Runs `work` on rank 0; its result, or its UserError, on every rank. Collective."""
+    outcome: tuple[bool, Any] = (True, None)
+    if mesh.is_main:
+        try:
+            outcome = (True, work())
+        except UserError as error:
+            outcome = (False, str(error))
+    ok, value = mesh.broadcast(outcome)
+    if not ok:
+        raise UserError(value)
+    return value

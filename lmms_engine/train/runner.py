@@ -1,0 +1,347 @@
+"""TrainRunner: a run from config to last checkpoint. There is one, and it has two methods: build and run.
+
+TrainRunner(job).build().run()
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lmms_engine.config import Job
+from lmms_engine.datasets.batch import PackedBatch
+from lmms_engine.errors import Terminated, UserError
+from lmms_engine.models.flops import Flops
+from lmms_engine.parallel.mesh import Mesh, build_mesh
+from lmms_engine.plugins import load_plugins
+from lmms_engine.train import checkpoint, rundir
+from lmms_engine.train.backend.fsdp2 import FSDP2Backend
+from lmms_engine.train.data import build_loader, build_processor, eval_loaders
+from lmms_engine.train.evaluate import evaluate
+from lmms_engine.train.log import TrainProgress, describe
+from lmms_engine.train.manifest import build_manifest, write_manifest
+from lmms_engine.train.metrics import (
+    METRICS_FILE,
+    Recorder,
+    StepClock,
+    StepRecord,
+    append_lines,
+    cut_back,
+    make_row,
+    peak_memory_gb,
+)
+from lmms_engine.train.parallelize import build_model
+from lmms_engine.train.report import write_report
+from lmms_engine.train.seed import derive, generator
+from lmms_engine.train.step import train_step
+from lmms_engine.train.tracker import RunInfo, Trackers
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Window:
+    """The micro-batches of one step: this rank's own, and those filled up so that all ranks have as many."""
+
+    own: list[PackedBatch]
+    micros: list[PackedBatch]  # empty: the epoch is over on all ranks
+    data_s: float  # how long this rank waited for them
+    stop: bool  # some rank was asked to stop: do this step, save, leave
+
+
+class TrainRunner:
+    """One training run over the ranks of `mesh`.
+
+    mesh: None joins the process group that torchrun describes, or makes one of a single process.
+    output_dir: None takes the job's, else `runs/<run name>`.
+    """
+
+    def __init__(
+        self, job: Job | dict[str, Any], mesh: Mesh | None = None, output_dir: Path | None = None
+    ) -> None:
+        self.job = job if isinstance(job, Job) else Job.from_dict(job)
+        self.mesh = mesh or build_mesh()
+        folder = output_dir or self.job.trainer.output_dir or f"runs/{self.job.trainer.run_name or 'run'}"
+        self.run_dir = Path(folder).absolute()
+        self.step = 0
+        self._saved_step = 0
+        self._stop_asked = False
+        self._idle_epochs = 0
+
+    def build(self) -> TrainRunner:
+        """Makes everything a run needs; after it `run` can start. Builds nothing for a finished run."""
+        job, mesh = self.job, self.mesh
+        plugins = load_plugins(job)
+        self.start = rundir.on_main(mesh, lambda: rundir.prepare(job, self.run_dir, mesh.dp_size))
+        self.step = self._saved_step = self.start.step
+        if self.start.finished:
+            return self
+        self.processor = build_processor(job)
+        self.loader = build_loader(job, mesh.dp_rank, mesh.dp_size, pin_memory=mesh.device.type == "cuda")
+        self.eval_loaders = eval_loaders(job, mesh.dp_rank, mesh.dp_size)
+        self._resume_data()
+        fresh = self.start.checkpoint is None
+        self.objective, self.spec, self.model_config = build_model(job, mesh, load_weights=fresh)
+        self.backend = FSDP2Backend(self.objective, job, mesh)
+        self._resume_model()
+        self._open_run_folder(plugins)
+        return self
+
+    def run(self) -> None:
+        """Trains to the end and writes the last checkpoint and the report. Raises Terminated on SIGTERM."""
+        if self.start.finished:
+            log.info("finished at step %d: nothing to do (%s)", self.step, self.run_dir)
+            return
+        with self._catch_sigterm(), self._trackers(), self._progress_bar():
+            done = False
+            while not done:
+                clock = StepClock(self.mesh.device)
+                window = self._next_window()
+                done = self._train(window, clock) if window.micros else not self._next_epoch()
+                if window.stop and not done:
+                    self._leave()
+            self._save()
+        if self.mesh.is_main:
+            write_report(self.run_dir)
+        self.mesh.barrier()
+        log.info("finished at step %d (%s)", self.step, self.run_dir)
+
+    # One step and what follows it
+
+    def _train(self, window: Window, clock: StepClock) -> bool:
+        """One step, then log, validation and checkpoint where they are due. True if it was the last."""
+        trainer, mesh = self.job.trainer, self.mesh
+        self.step += 1
+        self._idle_epochs = 0
+        self.fraction = self._fraction_done()
+        last = self.fraction >= 1
+        self.backend.set_progress(self.fraction, self.step)
+        torch.manual_seed(derive(trainer.seed, "step", mesh.dp_rank, self.step))
+        rng = generator(trainer.seed, "draw", mesh.dp_rank, self.step)
+        stats = train_step(self.objective, self.backend, window.micros, mesh, rng)
+        clock.stop()
+        self.recorder.add(
+            StepRecord(
+                step=self.step,
+                epoch=self.loader.progress(),
+                stats=stats,
+                lr=self.backend.lrs(),
+                clock=clock,
+                data_s=window.data_s,
+                micros=window.own,
+                flops=self._flops(window.own),
+                skipped=self._skipped(),
+                peak_gb=peak_memory_gb(mesh.device),
+            )
+        )
+        validates = bool(self.eval_loaders) and (last or due(self.step, trainer.eval_steps))
+        saves = last or due(self.step, trainer.save_steps)
+        if validates or saves or due(self.step, trainer.logging_steps):
+            self._log()
+        if validates:
+            self._validate()
+        if saves:
+            self._save()
+        return last
+
+    def _next_window(self) -> Window:
+        """The next micro-batches, as many on every rank. Collective."""
+        began = time.perf_counter()
+        own = self.loader.next_step()
+        data_s = time.perf_counter() - began
+        most, stop = self.mesh.host_max([len(own), self._stop_asked])
+        padding = [self.loader.empty() for _ in range(int(most) - len(own))]
+        return Window(own, own + padding, data_s, bool(stop))
+
+    def _next_epoch(self) -> bool:
+        """Begins the next pass over the data; False if the job asks for no more."""
+        epochs = self.job.trainer.num_train_epochs
+        if epochs is not None and self.loader.epoch + 1 >= epochs:
+            return False
+        self._idle_epochs += 1
+        if self._idle_epochs > 1:
+            raise UserError(
+                "dataset_config.datasets: a whole pass gave no usable row; see "
+                f"{self.run_dir / 'skipped.jsonl'} and `lmms-engine inspect`"
+            )
+        self.loader.next_epoch()
+        return True
+
+    def _fraction_done(self) -> float:
+        """How much of the run is done after this step, up to 1: what the schedule goes by."""
+        trainer = self.job.trainer
+        if trainer.num_train_epochs is None:
+            return min(self.step / trainer.max_steps, 1.0)
+        return min(self._epoch() / trainer.num_train_epochs, 1.0)
+
+    def _epoch(self) -> float:
+        """Passes over the data done, mean over the ranks. Collective."""
+        (total,) = self.mesh.host_sum([self.loader.progress()])
+        return total / self.mesh.world_size
+
+    def _flops(self, micros: list[PackedBatch]) -> Flops:
+        each = [self.spec.flops(self.model_config, micro, self._frozen) for micro in micros]
+        return Flops(sum(f.strict for f in each), sum(f.conventional for f in each))
+
+    def _skipped(self) -> list[dict[str, Any]]:
+        return [{"step": self.step, **record._asdict()} for record in self.loader.take_skipped()]
+
+    # Logging, validation, checkpoints
+
+    def _log(self) -> None:
+        """Writes the rows of the steps since the last time; stops the run on a loss that is no number."""
+        rows = self.recorder.flush()
+        for row in rows:
+            self.trackers.log(row)
+            if not row["supervised_tokens"]:
+                log.warning("step %d: 0 supervised tokens, nothing was learned", row["step"])
+        self.progress.show(rows[-1], self.fraction)
+        self.backend.check_finite()  # after the rows are written: they show where it began
+
+    def _validate(self) -> None:
+        """Appends one row of held-out loss."""
+        began = time.perf_counter()
+        result = evaluate(self.objective, self.eval_loaders, self.mesh, self.job.trainer.seed)
+        seconds = time.perf_counter() - began
+        row = make_row(
+            step=self.step,
+            split="eval",
+            step_s=seconds,
+            tokens_per_s=result.tokens / seconds,
+            epoch=self._epoch(),
+            **asdict(result),
+        )
+        if self.mesh.is_main:
+            append_lines(self.run_dir / METRICS_FILE, [row])
+        self.trackers.log(row)
+        self.progress.note(describe(row, self.job.trainer.max_steps))
+
+    def _save(self) -> None:
+        """Writes the checkpoint of this step, unless there is one. Collective."""
+        if self._saved_step == self.step:
+            return
+        states = self.mesh.gather(self.loader.state_dict())
+        extra = {
+            "epoch": self._epoch(),
+            "dp_size": self.mesh.dp_size,
+            "seed": self.job.trainer.seed,
+            "loader": merge_loader_states(states),
+        }
+        keep = self.job.trainer.save_total_limit
+        checkpoint.save(self.run_dir, self.step, self.backend.state(), self.mesh, extra, keep=keep)
+        self._saved_step = self.step
+
+    def _leave(self) -> None:
+        """Saves and ends the process as SIGTERM asks."""
+        if self.recorder.pending:
+            self._log()
+        self._save()
+        log.info("terminated: saved step %d, run again to go on", self.step)
+        raise Terminated
+
+    # Beginning
+
+    def _resume_data(self) -> None:
+        """Puts the loader where the checkpoint was; other data are refused before a model is built."""
+        if self.start.checkpoint is not None:
+            self.loader.load_state_dict(checkpoint.read_state(self.start.checkpoint)["loader"])
+
+    def _resume_model(self) -> None:
+        """Weights and optimiser of the checkpoint, in place of the initial ones."""
+        self.fraction = 0.0
+        if self.start.checkpoint is None:
+            return
+        checkpoint.load(self.start.checkpoint, self.backend.state(), self.mesh)
+        self.fraction = self._fraction_done()
+        log.info("resumed from step %d (%s)", self.step, self.start.checkpoint)
+        for note in self.start.notes:
+            log.warning("%s", note)
+
+    def _open_run_folder(self, plugins: dict[str, str]) -> None:
+        """Cuts the logs back to where the run begins and writes down what it is. Collective."""
+        job, mesh = self.job, self.mesh
+        config_yaml = job.to_yaml()
+        manifest = build_manifest(
+            mesh=mesh,
+            config_yaml=config_yaml,
+            seed=job.trainer.seed,
+            plugins=plugins,
+            data_fingerprint=self.loader.fingerprint(),
+            processor_fingerprint=self.processor.fingerprint,
+        )
+        if mesh.is_main:
+            discarded = cut_back(self.run_dir, self.step)
+            if discarded:
+                log.info("%d metrics rows after step %d moved to *.discarded", discarded, self.step)
+            (self.run_dir / rundir.CONFIG_FILE).write_text(config_yaml, encoding="utf-8")
+            write_manifest(self.run_dir, manifest, resumed_from=self.step)
+        mesh.barrier()  # no rank appends rows before the cut
+        coefficients, log_rows = self.objective.coefficients, job.trainer.log_rows
+        self.recorder = Recorder(self.run_dir, mesh, coefficients, log_rows=log_rows)
+        self._frozen = frozen_names(self.objective.model)
+        self._log_global_batch()
+
+    def _log_global_batch(self) -> None:
+        trainer, ranks = self.job.trainer, self.mesh.dp_size
+        each, accumulated = trainer.per_device_train_batch_size, trainer.gradient_accumulation_steps
+        tokens = ranks * accumulated * each * self.job.dataset.packing_length
+        log.info(
+            f"global batch: {ranks} data ranks x {accumulated} micro-batches x {each} packs of "
+            f"{self.job.dataset.packing_length:,} tokens = {tokens:,} tokens at most"
+        )
+
+    @contextmanager
+    def _catch_sigterm(self) -> Iterator[None]:
+        """SIGTERM asks for a stop after the step; every rank hears of it in the next window."""
+
+        def ask(*_: object) -> None:
+            self._stop_asked = True
+
+        before = signal.signal(signal.SIGTERM, ask)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+    @contextmanager
+    def _trackers(self) -> Iterator[None]:
+        names = self.job.trainer.report_to if self.mesh.is_main else ()
+        name = self.job.trainer.run_name or self.run_dir.name
+        self.trackers = Trackers(names, RunInfo(self.run_dir, name, self.step, self.job.to_dict()))
+        try:
+            yield
+        finally:
+            self.trackers.finish()
+
+    @contextmanager
+    def _progress_bar(self) -> Iterator[None]:
+        epochs = self.job.trainer.num_train_epochs is not None
+        max_steps = None if epochs else self.job.trainer.max_steps
+        with TrainProgress(
+            enabled=self.mesh.is_main, max_steps=max_steps, fraction=self.fraction
+        ) as self.progress:
+            yield
+
+
+def due(step: int, every: int | None) -> bool:
+    """Whether something done every so many steps is due after this one; None: never."""
+    return bool(every) and step % every == 0
+
+
+def merge_loader_states(states: list[dict[str, Any]]) -> dict[str, Any]:
+    """One state from those of all ranks: what is per logical shard is joined, the rest is equal on all."""
+    shards = {name: shard for state in states for name, shard in state["shards"].items()}
+    return {**states[0], "shards": shards}
+
+
+def frozen_names(model: torch.nn.Module) -> frozenset[str]:
+    """Names of the untrained parameters, as flops.py wants them."""
+    return frozenset(name for name, parameter in model.named_parameters() if not parameter.requires_grad)

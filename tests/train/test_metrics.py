@@ -1,0 +1,159 @@
+"""Rows of metrics.jsonl: what they hold, how ranks combine, what a resume cuts off."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lmms_engine.datasets.batch import PackedBatch
+from lmms_engine.models.flops import Flops
+from lmms_engine.segments import RowRef, Segments
+from lmms_engine.train import metrics
+from lmms_engine.train.metrics import (
+    KEYS,
+    PEAK_FLOPS,
+    Recorder,
+    StepClock,
+    StepRecord,
+    append_lines,
+    batch_records,
+    cut_back,
+    make_row,
+    peak_flops,
+    read_lines,
+    rows_file,
+)
+from lmms_engine.train.step import StepStats
+from tests.distributed import run_ranks
+
+CPU = torch.device("cpu")
+SPEC_KEYS = [
+    "step", "split", "loss", "loss_terms", "grad_norm", "lr", "supervised_tokens", "tokens", "samples", "skipped",
+    "step_s", "data_s", "tokens_per_s", "mfu", "mfu_conventional", "peak_gb", "epoch", "source_loss",
+]  # fmt: skip
+
+
+def _batch(*rows: tuple[str, int, int], stand_in: int = 0) -> PackedBatch:
+    """rows: (id, length, supervised positions); stand_in: length of a weight-0 segment behind them."""
+    lengths = [length for _, length, _ in rows] + ([stand_in] if stand_in else [])
+    weights = [w for _, length, n in rows for w in [1.0] * n + [0.0] * (length - n)] + [0.0] * stand_in
+    return PackedBatch(
+        segments=Segments.from_lengths(lengths),
+        input_ids=torch.zeros(sum(lengths), dtype=torch.int64),
+        position_ids=None,
+        labels=None,
+        loss_weights=torch.tensor(weights),
+        rows=tuple(RowRef("src", 0, i, name) for i, (name, _, _) in enumerate(rows)),
+    )
+
+
+def _record(step: int, rank: int = 0, **changes) -> StepRecord:
+    clock = StepClock(CPU)
+    clock.stop()
+    clock._end = clock._begin + 0.5 * (rank + 1)
+    stats = StepStats({"ce": torch.tensor(3.0 + rank, dtype=torch.float64)}, {"ce": 7.0}, torch.tensor(1.25))
+    record = StepRecord(
+        step=step, epoch=0.5, stats=stats, lr={"decay": 1e-5}, clock=clock, data_s=0.125 * (rank + 1),
+        micros=[_batch((f"r{rank}", 6 + rank, 3), stand_in=4)], flops=Flops(1e12, 2e12),
+        skipped=[{"step": step, "id": f"bad{rank}", "kind": "media_missing"}], peak_gb=1.0 + rank,
+    )  # fmt: skip
+    return replace(record, **changes)
+
+
+def test_keys_are_those_of_the_specification():
+    assert list(KEYS) == SPEC_KEYS
+    assert list(make_row(step=1, split="eval")) == SPEC_KEYS
+
+
+def _flush_on_each_rank(mesh, folder):
+    recorder = Recorder(Path(folder), mesh, {"ce": 1.0}, log_rows=True)
+    for step in (1, 2):
+        recorder.add(_record(step, mesh.rank))
+    rows = recorder.flush()
+    assert not recorder.pending
+    return rows
+
+
+def test_two_ranks_give_one_row_per_step(tmp_path):
+    first, second = run_ranks(_flush_on_each_rank, 2, str(tmp_path))
+    assert first == second == read_lines(tmp_path / "metrics.jsonl")
+    row = first[1]
+    assert list(row) == SPEC_KEYS
+    assert (row["step"], row["split"]) == (2, "train")
+    assert row["loss"] == row["loss_terms"]["ce"] == (3.0 + 4.0) / 7.0
+    assert row["tokens"] == 6 + 7          # the stand-ins' 4 + 4 are no tokens
+    assert row["supervised_tokens"] == 3 + 3
+    assert row["samples"] == 2
+    assert row["skipped"] == 2
+    assert row["step_s"] == pytest.approx(1.0)    # the slower rank
+    assert row["data_s"] == 0.25
+    assert row["tokens_per_s"] == row["tokens"] / row["step_s"]
+    assert row["mfu"] is None                     # no peak is known for a CPU
+    assert row["peak_gb"] == 2.0
+    skipped = read_lines(tmp_path / "skipped.jsonl")
+    assert [(line["step"], line["id"]) for line in skipped] == [(1, "bad0"), (1, "bad1"), (2, "bad0"), (2, "bad1")]
+    for rank in range(2):
+        logged = read_lines(tmp_path / rows_file(rank))
+        assert [(line["step"], line["micro"], line["tokens"]) for line in logged] == [(1, 0, 6 + rank), (2, 0, 6 + rank)]
+        assert logged[0]["rows"][0]["id"] == f"r{rank}"
+
+
+def test_mfu_is_flops_over_peak_devices_and_whole_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(metrics, "peak_flops", lambda device: 4e12)
+    mesh = SimpleNamespace(rank=0, sp_rank=0, world_size=2, device=CPU, is_main=True)
+    mesh.gather = lambda value: [value, value]
+    recorder = Recorder(tmp_path, mesh, {"ce": 1.0})
+    recorder.add(_record(1))
+    (row,) = recorder.flush()
+    assert row["mfu"] == pytest.approx(2 * 1e12 / (4e12 * 2 * 0.5))
+    assert row["mfu_conventional"] == pytest.approx(2 * row["mfu"])
+
+
+def test_full_precision_survives_the_file(tmp_path):
+    loss = 2.0 / 3.0 + 1e-15
+    append_lines(tmp_path / "metrics.jsonl", [make_row(step=1, split="train", loss=loss)])
+    assert read_lines(tmp_path / "metrics.jsonl")[0]["loss"] == loss
+
+
+def test_numbers_that_are_none_become_null(tmp_path):
+    append_lines(tmp_path / "m.jsonl", [{"loss": float("nan"), "terms": {"ce": float("inf")}, "l": [1.0, float("nan")]}])
+    assert (tmp_path / "m.jsonl").read_text() == '{"loss": null, "terms": {"ce": null}, "l": [1.0, null]}\n'
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"), [("NVIDIA L40S", 362.05e12), ("NVIDIA L40", 181.05e12), ("NVIDIA L400", None)]
+)
+def test_devices_are_matched_by_their_whole_name(monkeypatch, name, peak):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert peak_flops(torch.device("cuda")) == peak
+    assert peak_flops(CPU) is None
+    assert PEAK_FLOPS["NVIDIA H200"] == PEAK_FLOPS["NVIDIA H100 80GB HBM3"] == 989.4e12
+
+
+def test_batch_records_leave_stand_ins_out_of_rows_and_tokens():
+    (record,) = batch_records(7, [_batch(("a", 5, 2), ("b", 3, 0), stand_in=4)])
+    assert record["cu_seqlens"] == [0, 5, 8, 12]
+    assert record["tokens"] == 8
+    assert record["rows"] == [
+        {"source": "src", "shard": 0, "row": 0, "id": "a", "length": 5, "supervised": 2},
+        {"source": "src", "shard": 0, "row": 1, "id": "b", "length": 3, "supervised": 0},
+    ]
+
+
+def test_cut_back_moves_later_rows_and_torn_lines(tmp_path):
+    for name in ("metrics.jsonl", "rows-0.jsonl", "rows-1.jsonl", "skipped.jsonl", "other.jsonl"):
+        (tmp_path / name).write_text("".join(json.dumps({"step": s, "of": name}) + "\n" for s in (1, 2, 3, 4)))
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "lo')
+    assert cut_back(tmp_path, 2) == 3
+    for name in ("metrics.jsonl", "rows-0.jsonl", "rows-1.jsonl", "skipped.jsonl"):
+        assert [row["step"] for row in read_lines(tmp_path / name)] == [1, 2]
+        assert [row["step"] for row in read_lines(tmp_path / f"{name}.discarded")] == [3, 4]
+    assert '{"step": 5, "lo\n' in (tmp_path / "metrics.jsonl.discarded").read_text()
+    assert len(read_lines(tmp_path / "other.jsonl")) == 4
+    assert cut_back(tmp_path, 2) == 0
