@@ -1,6 +1,6 @@
-"""The two errors that are meant for the user's eyes.
+"""The errors that are meant for the user's eyes.
 
-Both carry a complete message: the field, row or file, its value, what is legal, what to do.
+UserError and BadRow carry a complete message: the field, row or file, its value, what is legal, what to do.
 The command line prints them as one line without a traceback.
 """
 
@@ -14,7 +14,8 @@ class UserError(ValueError):
 class BadRow(ValueError):
     """One row of data cannot be used.
 
-    kind: short machine-readable reason, e.g. ``media_missing``; it is counted and written to ``skipped.jsonl``.
+    kind: short machine-readable reason, e.g. ``media_missing``; it is counted and written to
+    ``skipped.jsonl``.
     The stream adds the row's address and applies ``dataset_config.on_bad_row``.
     """
 
@@ -24,3 +25,10 @@ class BadRow(ValueError):
 
     def __reduce__(self) -> tuple[type[BadRow], tuple[str, str]]:
         return BadRow, (self.kind, str(self))   # survives the trip from a worker process
+
+
+class Terminated(SystemExit):
+    """The run was told to stop (SIGTERM) and has saved what it must; exit code 143."""
+
+    def __init__(self) -> None:
+        super().__init__(143)

@@ -1,0 +1,146 @@
+"""The training command, one process of it.
+
+usage: torchrun --nproc-per-node N -m lmms_engine.launch.cli --config a.yaml [--config b.yaml …] [key=value …]
+   or: torchrun --nproc-per-node N -m lmms_engine.launch.cli config_yaml=a.yaml [key=value …]
+   or: python -m lmms_engine.launch.cli …, which trains in one process
+
+Later beats earlier: defaults, files left to right, command line. Exit codes: 0 trained to the end; 1 the run
+failed; 2 the command or the configuration is wrong; 130 interrupted; 143 stopped by SIGTERM, after saving.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from lmms_engine.config import Job, load_job
+from lmms_engine.errors import Terminated, UserError
+from lmms_engine.plugins import load_plugins
+
+USAGE, FAILED, INTERRUPTED = 2, 1, 130
+DESCRIPTION = "Train the model that a configuration describes. Finished runs say so; unfinished ones resume."
+EPILOG = """\
+Mappings merge, lists replace, null resets a key to its default; later beats earlier.
+  --config recipes/qwen3_vl/config.yaml --config recipes/qwen3_vl/smoke.yaml trainer_args.max_steps=20
+  config_yaml=my.yaml trainer_args.learning_rate=1e-5 dataset_config.datasets.0.path=data/mine.jsonl
+"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs one process of a training job; returns its exit code."""
+    arguments = sys.argv[1:] if argv is None else argv
+    rank = int(os.environ.get("RANK", 0))
+    debug = "--debug" in arguments
+    try:
+        configs, overrides = parse(arguments)
+        job = load_job(configs, overrides)
+        if job.trainer.output_dir is None:
+            job = job.with_output_dir(default_output_dir(configs))
+        load_plugins(job)
+    except UserError as error:
+        return _fail(f"error: {error}", USAGE, debug, quiet=rank != 0)
+    except Exception as error:
+        return _fail(_internal(error), FAILED, debug, quiet=rank != 0)
+    # From here on a rank may fail alone, and then only it can say why.
+    who = f"[rank {rank}] " if rank else ""
+    try:
+        with _terminated_by_sigterm():
+            train(job, is_main=rank == 0, rank=rank, debug=debug)
+    except (UserError, OSError) as error:
+        return _fail(f"{who}error: {_one_line(error)}", FAILED, debug)
+    except Terminated as stop:
+        return int(stop.code)
+    except KeyboardInterrupt:
+        return _fail(f"{who}interrupted", INTERRUPTED, debug)
+    except Exception as error:
+        return _fail(who + _internal(error), FAILED, debug)
+    return 0
+
+
+def parse(arguments: list[str]) -> tuple[list[Path], list[str]]:
+    """(configuration files, overrides) of a command line; SystemExit 2 with the usage if there is no file."""
+    parser = argparse.ArgumentParser(
+        prog="python -m lmms_engine.launch.cli",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", action="append", default=[], metavar="FILE", help="YAML file; repeatable")
+    parser.add_argument("--debug", action="store_true", help="show tracebacks and more messages")
+    parser.add_argument("rest", nargs="*", metavar="key=value", help="override, or config_yaml=FILE")
+    given = parser.parse_intermixed_args(arguments)
+    prefix = "config_yaml="
+    named = [word.removeprefix(prefix) for word in given.rest if word.startswith(prefix)]
+    configs = [Path(name) for name in (*given.config, *named)]
+    if not configs:
+        parser.error("no configuration: give --config FILE or config_yaml=FILE")
+    return configs, [word for word in given.rest if not word.startswith(prefix)]
+
+
+def default_output_dir(configs: list[Path]) -> str:
+    """The run folder where none is given: runs/<recipe>-<preset>, or runs/<file name> outside a recipe."""
+    first = configs[0].absolute()
+    if first.stem != "config":
+        return f"runs/{first.stem}"
+    preset = "smoke" if any(path.stem == "smoke" for path in configs) else "full"
+    return f"runs/{first.parent.name}-{preset}"
+
+
+def train(job: Job, *, is_main: bool, rank: int, debug: bool) -> None:
+    """Joins the other ranks and trains. Everything heavy is imported here: the configuration is good."""
+    from lmms_engine.parallel.mesh import build_mesh, leave_mesh
+    from lmms_engine.train.log import setup_logging
+    from lmms_engine.train.runner import TrainRunner
+
+    setup_logging(is_main=is_main, rank=rank, debug=debug)
+    if is_main:
+        print(job.to_yaml(), flush=True)
+    TrainRunner(job, build_mesh()).build().run()
+    leave_mesh()   # not after a failure: the other ranks may never come, and torchrun ends them
+
+
+@contextmanager
+def _terminated_by_sigterm() -> Iterator[None]:
+    """Until the runner listens to SIGTERM itself, it ends the process as it should: with 143, cleaning up."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(signum: int, frame: object) -> None:
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _internal(error: Exception) -> str:
+    what = f"{type(error).__name__}: {_one_line(error)}"
+    return f"internal error: {what} (run again with --debug for the traceback)"
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+def _fail(message: str, code: int, debug: bool, *, quiet: bool = False) -> int:
+    """Says why on stderr. Called inside an `except` block."""
+    if not quiet:
+        if debug:
+            traceback.print_exc()
+        print(message, file=sys.stderr, flush=True)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
