@@ -64,7 +64,7 @@ class Tally:
         self.passes(*(module for module, _, _ in products))
 
     def attention(self, pairs: float, square: float, width: int) -> None:
-        """Scores, and their product with the values: `pairs` really seen, `square` of all; width heads * dim."""
+        """Scores and what they pick of the values. pairs: really seen; square: all; width: heads * dim."""
         self.strict += 4.0 * pairs * width * (3 if self.differentiable else 1)
         self.conventional += 12.0 * square * width
 
