@@ -1,0 +1,121 @@
+"""The command line of data preparation: `data-prep <verb>`, one function a verb.
+
+data-prep sample --out data/shapes
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from data_prep.sample import DEFAULT_ROWS, DEFAULT_SEED, MIN_ROWS, make_sample
+from data_prep.sample import Progress as Report
+from lmms_engine.errors import UserError
+
+app = typer.Typer(
+    name="data-prep",
+    help="Prepare data for training.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+
+
+@app.callback()
+def options(
+    context: typer.Context,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+) -> None:
+    """Prepare data for training."""
+    context.obj = {"debug": debug}
+
+
+@app.command()
+def sample(
+    context: typer.Context,
+    out: Annotated[Path, typer.Option(help="Folder to write; it appears only when it is whole.")],
+    rows: Annotated[
+        int, typer.Option(min=MIN_ROWS, help="Training rows; held-out rows are a tenth.")
+    ] = DEFAULT_ROWS,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same bytes.")] = DEFAULT_SEED,
+    if_missing: Annotated[
+        bool, typer.Option("--if-missing", help="Do nothing if the folder is there.")
+    ] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace the folder if it is there.")
+    ] = False,
+) -> None:
+    """Generate a small data set of coloured shapes, moving shapes and tones, with a tokenizer.
+
+    It needs no network. Pictures are PNG and JPEG, clips MP4, tones WAV; rows of questions and answers are
+    JSONL and Parquet in OpenAI chat form; `processor/` holds folders that transformers' Qwen processors open.
+
+    Examples:
+
+        data-prep sample --out data/shapes
+
+        data-prep sample --out data/shapes --if-missing
+
+        data-prep sample --out data/tiny --rows 64 --seed 7
+    """
+    with errors_in_one_line(bool((context.obj or {}).get("debug"))):
+        run_sample(out, rows=rows, seed=seed, if_missing=if_missing, overwrite=overwrite)
+
+
+def run_sample(
+    out: Path,
+    *,
+    rows: int = DEFAULT_ROWS,
+    seed: int = DEFAULT_SEED,
+    if_missing: bool = False,
+    overwrite: bool = False,
+) -> None:
+    """`make_sample` with a progress bar on stderr and a short summary on stdout; also what recipes call."""
+    with _bar(f"generating {out}") as report:
+        summary = make_sample(
+            out, rows=rows, seed=seed, if_missing=if_missing, overwrite=overwrite, progress=report
+        )
+    for note in summary.notes:
+        print(f"note: {note}")
+    counts = ", ".join(f"{stem} {count}" for stem, count in summary.counts.items())
+    verb = "wrote" if summary.made else "present"
+    print(
+        f"{verb}: {summary.folder} ({counts + ' rows, ' if counts else ''}{summary.num_bytes / 1e6:.1f} MB)"
+    )
+
+
+@contextmanager
+def errors_in_one_line(debug: bool = False) -> Iterator[None]:
+    """What the user can mend, and a full or forbidden disk, end the program with one line and exit code 1."""
+    try:
+        yield
+    except (UserError, OSError) as error:
+        if debug:
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(1) from None
+
+
+@contextmanager
+def _bar(title: str) -> Iterator[Report]:
+    """A progress bar where stderr is a terminal; else one plain line when work begins."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(title, total=None)
+
+        def report(done: int, total: int) -> None:
+            if console.is_terminal:
+                progress.update(task, completed=done, total=total)
+            elif done == 1:
+                print(f"{title}: {total} rows", file=sys.stderr)
+
+        yield report
