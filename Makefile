@@ -20,7 +20,7 @@ export PRESET NGPU FRESH PYTHON
 recipes := $(filter-out _%,$(notdir $(patsubst %/launch.sh,%,$(wildcard recipes/*/launch.sh))))
 bin := .venv/bin
 
-ifneq ($(filter prep train export inspect report expected,$(MAKECMDGOALS)),)
+ifneq ($(filter prep train inspect expected $(if $(RUN),,export report),$(MAKECMDGOALS)),)
 ifneq ($(words $(filter $(recipes),$(RECIPE))),1)
 $(error RECIPE=$(RECIPE): give the name of one recipe: $(recipes))
 endif
@@ -29,6 +29,9 @@ ifneq ($(RUNTIME),host)
 $(error RUNTIME=$(RUNTIME): not supported yet (legal: host))
 endif
 
+# The run folder that export and report look at: RUN=, or the recipe's newest one.
+newest = $(firstword $(shell ls -td runs/$(RECIPE)-full runs/$(RECIPE)-smoke 2>/dev/null) runs/$(RECIPE)-smoke)
+run_folder = $(if $(RUN),$(RUN),$(if $(filter smoke full,$(PRESET)),runs/$(RECIPE)-$(PRESET),$(newest)))
 # Unset what would let another environment's packages in.
 enter := unset PYTHONHOME VIRTUAL_ENV; export PATH="$(CURDIR)/$(bin):$$PATH"; set -f;
 
@@ -42,6 +45,7 @@ help: ## list the targets and their options
 	@echo "  recipes:      $(recipes)"
 	@echo "  RECIPE=       the recipe's folder name       PRESET=smoke|full   default: what this machine can run"
 	@echo "  NGPU=         processes on this node         FRESH=1             move the old run folder aside first"
+	@echo "  RUN=          a run folder (export, report)  default: the recipe's newest one"
 	@echo "  ARGS=\"...\"    passed on, e.g. ARGS=\"trainer_args.max_steps=20\" (train), ARGS=\"--json\" (inspect)"
 	@echo "  RUNTIME=host  where to run; host is the only one for now"
 
@@ -49,7 +53,7 @@ setup: ## make .venv from requirements.lock if it is missing or stale
 	@tools/setup.sh
 
 prep: setup ## prepare what a recipe needs (RECIPE=; ARGS= are prepare.py's options)
-	@$(enter) python recipes/$(RECIPE)/prepare.py --if-missing $(ARGS)
+	@$(enter) python recipes/$(RECIPE)/prepare.py $(if $(findstring --overwrite,$(ARGS)),,--if-missing) $(ARGS)
 
 train: setup ## train a recipe (RECIPE=, PRESET=, NGPU=, FRESH=1, ARGS=)
 	@$(enter) recipes/$(RECIPE)/launch.sh $(ARGS)
@@ -60,15 +64,15 @@ test: setup ## run the whole test suite (ARGS= are pytest's options)
 lint: setup ## check Python and shell code
 	@$(enter) ruff check . && shellcheck tools/*.sh .ci/run $$(git ls-files 'recipes/*/launch.sh')
 
-export: setup ## write the newest checkpoint of a run as a Hugging Face folder (RECIPE=, PRESET=, RUN=)
-	@$(enter) tools/run_folder.sh $(RECIPE) "$(RUN)" lmms-engine export $(ARGS)
+export: setup ## write the newest checkpoint of a run as a Hugging Face folder (RECIPE= or RUN=)
+	@$(enter) lmms-engine export "$(run_folder)" $(ARGS)
 
 inspect: setup ## show the batches that a recipe would train on (RECIPE=, PRESET=)
 	@$(enter) lmms-engine inspect --config recipes/$(RECIPE)/config.yaml \
 	  $(if $(filter full,$(PRESET)),,--config recipes/$(RECIPE)/smoke.yaml) $(ARGS)
 
-report: setup ## write report.html of a run (RECIPE=, PRESET=, RUN=)
-	@$(enter) tools/run_folder.sh $(RECIPE) "$(RUN)" lmms-engine report $(ARGS)
+report: setup ## write report.html of a run (RECIPE= or RUN=)
+	@$(enter) lmms-engine report "$(run_folder)" $(ARGS)
 
 new-recipe: ## copy a recipe under another name (NAME=, FROM=)
 	@tools/new_recipe.sh "$(NAME)" "$(FROM)"

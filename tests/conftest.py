@@ -6,10 +6,10 @@ import os
 from collections import Counter
 from pathlib import Path
 
-# Two test processes share the cores. Set before torch is imported, and inherited by the processes that tests start.
+# Test processes share the cores. Set before torch is imported; processes that tests start inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-os.environ.setdefault("HF_HUB_OFFLINE", "1")   # no test may need a network
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may need a network
 
 import pytest
 

@@ -1,6 +1,6 @@
 """Decide whether a recipe runs as `full` or as `smoke` on this machine, and with how many processes.
 
-Used by `launch.sh`: `python -m lmms_engine.launch.preset recipes/<name> --preset auto --ngpu 0 -- [key=value ...]`
+Used by `launch.sh`: `python -m lmms_engine.launch.preset --preset auto --ngpu 0 recipes/<name> [key=value ...]`
 prints `<preset> <processes> <run folder>` on standard output and the reason on standard error.
 
 The memory that the real model needs is stated in the recipe's `config.yaml` by one comment line, any alternative of
@@ -14,13 +14,18 @@ import argparse
 import json
 import re
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lmms_engine.errors import UserError
 
+if TYPE_CHECKING:
+    from lmms_engine.config import Job
+
 PRESETS = ("auto", "smoke", "full")
 HUB_TIMEOUT_S = 5.0
+SAMPLE_MARKER = "sample.json"  # `data-prep sample` leaves it in the folder that it writes
 
 
 @dataclass(frozen=True)
@@ -70,7 +75,9 @@ def weights_shortage(name: str | None) -> str | None:
         return None
     folder = Path(name).expanduser()
     if folder.is_dir():
-        return None if weights_complete(folder) else f"the folder {folder.resolve()} holds no complete weights"
+        return (
+            None if weights_complete(folder) else f"the folder {folder.resolve()} holds no complete weights"
+        )
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) or name.startswith("."):
         return f"the model folder {folder.absolute()} does not exist"
 
@@ -80,15 +87,17 @@ def weights_shortage(name: str | None) -> str | None:
     try:
         if weights_complete(Path(snapshot_download(name, local_files_only=True))):
             return None
-    except (OSError, HFValidationError):   # not in the cache
+    except (OSError, HFValidationError):  # not in the cache
         pass
     try:
         HfApi().model_info(name, timeout=HUB_TIMEOUT_S)
     except OfflineModeIsEnabled:
         return f"the weights of {name} are not on disk, and the hub is switched off (HF_HUB_OFFLINE)"
     except HfHubHTTPError as error:
-        return f"the weights of {name} are not on disk, and the hub refuses them ({error.response.status_code})"
-    except Exception as error:   # whatever the HTTP client raises without a network: the hub does not answer
+        return (
+            f"the weights of {name} are not on disk, and the hub refuses them ({error.response.status_code})"
+        )
+    except Exception as error:  # whatever the HTTP client raises without a network: the hub does not answer
         return f"the weights of {name} are not on disk, and the hub does not answer ({type(error).__name__})"
     return None
 
@@ -99,7 +108,9 @@ def weights_complete(folder: Path) -> bool:
         return False
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        return all((folder / file).is_file() for file in set(json.loads(index.read_text())["weight_map"].values()))
+        return all(
+            (folder / file).is_file() for file in set(json.loads(index.read_text())["weight_map"].values())
+        )
     return (folder / "model.safetensors").is_file()
 
 
@@ -110,8 +121,8 @@ def choose(wanted: str, shortage: str | None, ngpu: int, num_gpus: int) -> Choic
     """
     if wanted not in PRESETS:
         raise UserError(f"PRESET={wanted}: unknown preset (legal: {', '.join(PRESETS)})")
-    if ngpu < 0 or (num_gpus and ngpu > num_gpus):
-        raise UserError(f"NGPU={ngpu}: this machine has {num_gpus} (legal: 1 to {max(num_gpus, 1)}, or unset)")
+    if num_gpus and ngpu > num_gpus:
+        raise UserError(f"NGPU={ngpu}: this machine has {num_gpus} GPUs (legal: 1 to {num_gpus}, or unset)")
     if wanted == "full" and shortage:
         raise UserError(f"PRESET=full cannot run: {shortage}")
     if wanted == "smoke":
@@ -130,6 +141,11 @@ def split_arguments(arguments: list[str]) -> tuple[list[Path], list[str]]:
     return known.config, [argument for argument in rest if not argument.startswith("-")]
 
 
+def only_sample_data(job: Job) -> bool:
+    """Whether every training source of a job lies in a generated sample folder."""
+    return all((Path(entry.path).parent / SAMPLE_MARKER).is_file() for entry in job.dataset.datasets)
+
+
 def gpu_memory_gb() -> list[float]:
     """Memory of each visible GPU in 10^9 bytes."""
     import torch
@@ -143,7 +159,7 @@ def decide(recipe: Path, wanted: str, ngpu: int, arguments: list[str]) -> tuple[
 
     extra, overrides = split_arguments(arguments)
 
-    def job(preset: str):   # noqa: ANN202 - lmms_engine.config.Job, imported late
+    def job(preset: str) -> Job:
         overlay = [recipe / "smoke.yaml"] if preset == "smoke" else []
         default = f"trainer_args.output_dir=runs/{recipe.name}-{preset}"
         return load_job([recipe / "config.yaml", *overlay, *extra], [default, *overrides])
@@ -154,7 +170,11 @@ def decide(recipe: Path, wanted: str, ngpu: int, arguments: list[str]) -> tuple[
         shortage = gpu_shortage(read_needs(recipe / "config.yaml"), memory[: ngpu or None])
         shortage = shortage or weights_shortage(job("full").model.load_from_pretrained_path)
     choice = choose(wanted, shortage, ngpu, len(memory))
-    return choice, str(job(choice.preset).trainer.output_dir)
+    chosen = job(choice.preset)
+    if choice.preset == "full" and only_sample_data(chosen):
+        note = "; the config names no data of yours, so it trains on the sample data"
+        choice = replace(choice, reason=choice.reason + note)
+    return choice, str(chosen.trainer.output_dir)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -162,11 +182,13 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m lmms_engine.launch.preset")
     parser.add_argument("recipe", type=Path)
     parser.add_argument("--preset", default="auto")
-    parser.add_argument("--ngpu", type=int, default=0)
-    parser.add_argument("arguments", nargs="*")
+    parser.add_argument("--ngpu", default="0")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER)
     given = parser.parse_args(argv)
     try:
-        choice, run_folder = decide(given.recipe, given.preset, given.ngpu, given.arguments)
+        if not given.ngpu.isdecimal():
+            raise UserError(f"NGPU={given.ngpu}: give a number of processes, or leave it unset")
+        choice, run_folder = decide(given.recipe, given.preset, int(given.ngpu), given.arguments)
     except UserError as error:
         print(error, file=sys.stderr)
         return 2

@@ -29,7 +29,7 @@ def commands(text: str, program: str) -> Iterator[list[str]]:
         for part in re.split(r"&&|\|\||;", span):
             words = shlex.split(part.strip(), comments=True) if program in part else []
             while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
-                words = words[1:]   # environment
+                words = words[1:]  # environment
             if words and words[0].removeprefix(".venv/bin/") == program:
                 yield words[1:]
 
@@ -56,7 +56,9 @@ class TestPage:
         for words in commands(page.read_text(), "make"):
             for word in words:
                 name, equals, _ = word.partition("=")
-                assert name in (options if equals else targets), f"{page.name}: make {' '.join(words)}: {name}"
+                assert name in (options if equals else targets), (
+                    f"{page.name}: make {' '.join(words)}: {name}"
+                )
 
     @pytest.mark.parametrize("program", sorted(PROGRAMS))
     def test_verbs_and_options(self, page: Path, program: str) -> None:
@@ -64,17 +66,28 @@ class TestPage:
             if not words or words == ["--help"]:
                 continue
             command = click_command(program, words)
-            legal = {"--help", *(name for option in command.params for name in (*option.opts, *option.secondary_opts))}
+            legal = {
+                "--help",
+                *(name for option in command.params for name in (*option.opts, *option.secondary_opts)),
+            }
             for word in words[1:]:
                 if word.startswith("--"):
-                    assert word.partition("=")[0] in legal, f"{page.name}: {program} {' '.join(words)}: {word}"
+                    assert word.partition("=")[0] in legal, (
+                        f"{page.name}: {program} {' '.join(words)}: {word}"
+                    )
 
     def test_config_keys(self, page: Path) -> None:
         """Every dotted key that a page names belongs to the config."""
         from lmms_engine.config import DatasetSection, ModelSection, TrainerSection
 
-        sections = {"model_config": ModelSection, "dataset_config": DatasetSection, "trainer_args": TrainerSection}
-        for section, key in re.findall(r"\b(model_config|dataset_config|trainer_args)\.([a-z0-9_]+)", page.read_text()):
+        sections = {
+            "model_config": ModelSection,
+            "dataset_config": DatasetSection,
+            "trainer_args": TrainerSection,
+        }
+        for section, key in re.findall(
+            r"\b(model_config|dataset_config|trainer_args)\.([a-z0-9_]+)", page.read_text()
+        ):
             fields = sections[section].model_fields
             names = {*fields, *(field.alias for field in fields.values())}
             assert key in names, f"{page.name}: {section}.{key} is no key"
@@ -86,6 +99,7 @@ class TestPage:
 
 
 def test_planted_faults_are_seen() -> None:
-    text = "Run `make trian X=1`.\n```bash\nPRESET=smoke make test   # all\nlmms-engine inspect \\\n  --config c\n```\n"
+    fenced = "```bash\nPRESET=smoke make test   # all\nlmms-engine inspect \\\n  --config c\n```\n"
+    text = f"Run `make trian X=1`.\n{fenced}"
     assert list(commands(text, "make")) == [["trian", "X=1"], ["test"]]
     assert list(commands(text, "lmms-engine")) == [["inspect", "--config", "c"]]

@@ -39,7 +39,9 @@ def test_every_dependency_is_locked(repo: Path, locked: dict[str, str]) -> None:
         name, version = re.match(r"([A-Za-z0-9._-]+)(?:\[[^]]*\])?(?:==([^;\s]+))?", requirement).groups()
         assert normal(name) in locked, f"{requirement}: not in requirements.lock"
         if version:
-            assert re.search(rf"=={re.escape(version)}( |$)", locked[normal(name)].splitlines()[0]), requirement
+            assert re.search(rf"=={re.escape(version)}( |$)", locked[normal(name)].splitlines()[0]), (
+                requirement
+            )
 
 
 def test_every_package_is_hashed(locked: dict[str, str]) -> None:

@@ -10,18 +10,23 @@ from pathlib import Path
 
 import pytest
 
-TARGETS = "setup prep train test lint export inspect report new-recipe expected help".split()
+TARGETS = ["setup", "prep", "train", "test", "lint", "export", "inspect"]
+TARGETS += ["report", "new-recipe", "expected", "help"]
 
 
 def run(*command: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
-    clean = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "PYTHON")}
+    clean = {
+        name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "PYTHON")
+    }
     return subprocess.run(command, cwd=cwd, env={**clean, **env}, capture_output=True, text=True, check=False)
 
 
 def test_help_lists_exactly_the_targets(repo: Path) -> None:
     shown = run("make", cwd=repo)
     assert shown.returncode == 0
-    assert sorted(re.findall(r"^  ([a-z][a-z-]+)  +\S", shown.stdout.split("recipes:")[0], re.MULTILINE)) == sorted(TARGETS)
+    assert sorted(
+        re.findall(r"^  ([a-z][a-z-]+)  +\S", shown.stdout.split("recipes:")[0], re.MULTILINE)
+    ) == sorted(TARGETS)
     assert shown.stdout == run("make", "help", cwd=repo).stdout
     declared = re.search(r"^\.PHONY: (.*)$", (repo / "Makefile").read_text(), re.MULTILINE)[1].split()
     assert sorted(declared) == sorted(TARGETS)
@@ -90,7 +95,9 @@ def make_environment(copy: Path) -> Path:
     python = fake_python(copy / ".venv/bin", "python", f'echo "$@" >>{log}\nexec {sys.executable} "$@"')
     shutil.copy(python, copy / ".venv/bin/uv")
     (copy / ".venv/bin/uv").write_text(f'#!/bin/sh\necho uv "$@" >>{log}\n')
-    wanted = run("bash", "-c", "sha256sum <requirements.lock; sha256sum <pyproject.toml", cwd=copy).stdout.split()
+    wanted = run(
+        "bash", "-c", "sha256sum <requirements.lock; sha256sum <pyproject.toml", cwd=copy
+    ).stdout.split()
     version = ".".join(map(str, sys.version_info[:3]))
     (copy / ".venv/stamp").write_text(f"{wanted[0]} {version} {copy}\n{wanted[2]}\n")
     return log
@@ -127,7 +134,9 @@ def test_a_stale_environment_is_made_anew(copy: Path, change: str) -> None:
     else:
         stamp.unlink()
     # An interpreter that passes the check and then cannot make an environment: enough to see the attempt.
-    wanted = fake_python(copy, "python3", 'case "$*" in *ensurepip*) exit 0;; *version_info*) echo 3.11.0;; *) exit 7;; esac')
+    fake_python(
+        copy, "python3", 'case "$*" in *ensurepip*) exit 0;; *version_info*) echo 3.11.0;; *) exit 7;; esac'
+    )
     assert "making .venv" in run("tools/setup.sh", cwd=copy, PATH=f"{copy}:{os.environ['PATH']}").stderr
 
 
@@ -139,7 +148,13 @@ def test_new_recipe(repo: Path, tmp_path: Path) -> None:
     for path in (tmp_path / "recipes/qwen3_vl").iterdir():
         if path.name != "expected.json" and path.is_file():
             assert (tmp_path / "recipes/mine" / path.name).read_bytes() == path.read_bytes()
-    for name, source in (("mine", "qwen3_vl"), ("other", "nope"), ("", "qwen3_vl"), ("a/b", "qwen3_vl"), ("_x", "qwen3_vl")):
+    for name, source in (
+        ("mine", "qwen3_vl"),
+        ("other", "nope"),
+        ("", "qwen3_vl"),
+        ("a/b", "qwen3_vl"),
+        ("_x", "qwen3_vl"),
+    ):
         refused = run("tools/new_recipe.sh", name, source, cwd=tmp_path)
         assert refused.returncode == 2
         assert len(refused.stderr.strip().splitlines()) == 1

@@ -10,7 +10,9 @@ import pytest
 from lmms_engine.launch.preset import read_needs
 
 REPO = Path(__file__).resolve().parents[2]
-RECIPES = sorted(path for path in (REPO / "recipes").iterdir() if path.is_dir() and not path.name.startswith("_"))
+RECIPES = sorted(
+    path for path in (REPO / "recipes").iterdir() if path.is_dir() and not path.name.startswith("_")
+)
 FILES = ("README.md", "config.yaml", "smoke.yaml", "prepare.py", "launch.sh", "expected.json")
 HEADINGS = ("## Machine", "## Data", "## Run", "## Expected numbers", "## Time and cost")
 
@@ -44,7 +46,7 @@ class TestRecipe:
         assert all(line.endswith("\\") for line in code[last:-1]), "something follows exec torchrun"
         for name in ("PRESET", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM", "NGPU", "FRESH"):
             assert name in text
-        assert "prepare.py\" --if-missing" in text
+        assert 'prepare.py" --if-missing' in text
         assert "flock" in text
 
     def test_names_no_recipe(self, recipe: Path) -> None:
@@ -60,4 +62,6 @@ def test_the_table_lists_every_recipe() -> None:
     for page in ("README.md", "recipes/README.md"):
         text = (REPO / page).read_text()
         for recipe in RECIPES:
-            assert re.search(rf"\|[^|\n]*\b{recipe.name}\b[^\n]*\|", text), f"{page} has no row for {recipe.name}"
+            assert re.search(rf"\|[^|\n]*\b{recipe.name}\b[^\n]*\|", text), (
+                f"{page} has no row for {recipe.name}"
+            )

@@ -26,7 +26,7 @@ def untyped(source: str) -> list[str]:
             parameters = [*given.posonlyargs, *given.args, *given.kwonlyargs]
             parameters += [extra for extra in (given.vararg, given.kwarg) if extra]
             if prefix and not any(ast.unparse(d) == "staticmethod" for d in node.decorator_list):
-                parameters = parameters[1:]   # self or cls
+                parameters = parameters[1:]  # self or cls
             missing = [parameter.arg for parameter in parameters if parameter.annotation is None]
             if node.returns is None:
                 missing.append("return")
@@ -43,7 +43,9 @@ def sources(repo: Path) -> list[Path]:
 
 
 def test_public_functions_are_typed(repo: Path) -> None:
-    found = [f"{path.relative_to(repo)}:{line}" for path in sources(repo) for line in untyped(path.read_text())]
+    found = [
+        f"{path.relative_to(repo)}:{line}" for path in sources(repo) for line in untyped(path.read_text())
+    ]
     assert not found, "\n".join(found)
 
 
@@ -68,7 +70,9 @@ def test_shell_scripts(repo: Path, files: list[Path]) -> None:
     assert {Path(".ci/run"), Path("tools/setup.sh")} <= set(scripts)
     checker = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     assert checker, "shellcheck is in the lock"
-    checked = subprocess.run([checker, *map(str, scripts)], cwd=repo, capture_output=True, text=True, check=False)
+    checked = subprocess.run(
+        [checker, *map(str, scripts)], cwd=repo, capture_output=True, text=True, check=False
+    )
     assert checked.returncode == 0, checked.stdout
     for script in scripts:
         assert (repo / script).stat().st_mode & 0o111, f"{script} is not executable"
@@ -77,8 +81,15 @@ def test_shell_scripts(repo: Path, files: list[Path]) -> None:
 def test_no_private_names(repo: Path, files: list[Path]) -> None:
     """No package registry's host name and no path of the machine that a file was written on."""
     # In pieces, so that this file does not name them.
-    hosts = ["pypi" + ".org", "python" + "hosted.org", "download.py" + "torch.org", "registry.npm" + "js.org",
-             "deb." + "debian.org", "archive." + "ubuntu.com", "conda." + "anaconda.org"]
+    hosts = [
+        "pypi" + ".org",
+        "python" + "hosted.org",
+        "download.py" + "torch.org",
+        "registry.npm" + "js.org",
+        "deb." + "debian.org",
+        "archive." + "ubuntu.com",
+        "conda." + "anaconda.org",
+    ]
     paths = ["/wo" + "rk/", "/ro" + "ot/", "/opt/" + "wheels", "/home/" + "runner"]
     found = []
     for path in files:

@@ -1,0 +1,142 @@
+"""Recipes train on a CPU through their own launchers, give the recorded losses, and can be copied."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+REPO = Path(__file__).resolve().parents[2]
+RECIPES = sorted(path.parent.name for path in (REPO / "recipes").glob("[!_]*/launch.sh"))
+QUICK = ("trainer_args.max_steps=3", "trainer_args.dataloader_num_workers=0")
+Start = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture(scope="module")
+def expected_tool() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("expected_tool", REPO / "tools/expected.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    """What a launcher printed, once it has ended well."""
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, output
+    return output
+
+
+def steps(run: Path) -> list[int]:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [row["step"] for row in rows if row["split"] == "train"]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_first_steps_are_as_recorded(
+    recipe: str, clone: Path, start: Start, expected_tool: ModuleType
+) -> None:
+    """The smoke preset as it is, stopped once the first recorded steps are there."""
+    expected = json.loads((REPO / "recipes" / recipe / "expected.json").read_text())
+    assert expected["lock_sha256"] == expected_tool.lock_sha256(), (
+        f"record anew: make expected RECIPE={recipe}"
+    )
+    metrics = clone / "runs" / f"{recipe}-smoke/metrics.jsonl"
+    process = start(recipe, "trainer_args.logging_steps=1", "trainer_args.eval_steps=null", PRESET="smoke")
+    deadline = time.monotonic() + 240
+    try:
+        while time.monotonic() < deadline and process.poll() is None:
+            if metrics.exists() and max(steps(metrics.parent), default=0) >= expected_tool.FIRST_STEPS:
+                break
+            time.sleep(0.3)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        output = process.communicate()[0]
+    rows = expected_tool.read_rows(metrics.parent)
+    assert len(steps(metrics.parent)) >= expected_tool.FIRST_STEPS, output
+    assert not expected_tool.differences(expected, rows)
+
+
+def test_a_copy_trains_its_own_run(clone: Path, start: Start) -> None:
+    """Copied under another name, with no edit: trains, says that it is finished, and begins anew when asked."""
+    shutil.copytree(clone / "recipes/qwen3_vl", clone / "recipes/mine")
+    first = finish(start("mine", *QUICK))
+    assert "preset smoke: " in first  # and why
+    assert steps(clone / "runs/mine-smoke") == [1, 2, 3]
+    assert not (clone / "runs/qwen3_vl-smoke").exists()
+    assert "finished at step 3" in finish(start("mine", *QUICK))
+    assert steps(clone / "runs/mine-smoke") == [1, 2, 3]
+    longer = finish(start("mine", "trainer_args.max_steps=4", *QUICK[1:]))
+    assert "resumed from step 3" in longer
+    assert steps(clone / "runs/mine-smoke") == [1, 2, 3, 4]
+    finish(start("mine", *QUICK, FRESH="1"))
+    assert steps(clone / "runs/mine-smoke") == [1, 2, 3]
+    (old,) = (clone / "runs").glob("mine-smoke.*")
+    assert steps(old) == [1, 2, 3, 4]
+
+
+def test_two_processes(clone: Path, start: Start) -> None:
+    finish(start("qwen2_5_vl", *QUICK, NGPU="2", PRESET="smoke"))
+    assert steps(clone / "runs/qwen2_5_vl-smoke") == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("override", "env", "said"),
+    [
+        ("trainer_args.max_step=3", {"PRESET": "smoke"}, "trainer_args.max_step"),
+        (
+            "trainer_args.max_steps=3",
+            {"PRESET": "full"},
+            "PRESET=full cannot run: the real model needs GPU memory",
+        ),
+        (
+            "trainer_args.max_steps=3",
+            {"PRESET": "large"},
+            "PRESET=large: unknown preset (legal: auto, smoke, full)",
+        ),
+        ("trainer_args.max_steps=3", {"NGPU": "two"}, "NGPU=two: "),
+    ],
+)
+def test_refusals(clone: Path, start: Start, override: str, env: dict[str, str], said: str) -> None:
+    """What cannot run stops with one line and without a traceback, before any process group is made."""
+    process = start("qwen3_vl", override, **env)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 2
+    assert said in output.splitlines()[-1]
+    assert "Traceback" not in output
+    assert not (clone / "runs").exists()
+
+
+def rows_of(losses: dict[int, float], eval_loss: float | None = None) -> list[dict[str, Any]]:
+    rows = [{"step": step, "split": "train", "loss": loss} for step, loss in losses.items()]
+    return rows + (
+        [{"step": max(losses), "split": "eval", "loss": eval_loss}] if eval_loss is not None else []
+    )
+
+
+@pytest.mark.parametrize(
+    ("rows", "count"),
+    [
+        (rows_of({1: 6.0, 2: 5.0}), 0),
+        (rows_of({1: 6.0 * (1 + 2e-4), 2: 5.0}), 1),
+        (rows_of({1: 6.0, 2: 5.0, 30: 1.04}, 1.1), 0),
+        (rows_of({1: 6.0, 2: 5.0, 30: 1.1}, 1.1), 1),
+        (rows_of({1: 6.0, 2: 5.0, 30: 1.0}, 1.2), 1),
+        (rows_of({1: float("nan")}), 1),
+    ],
+)
+def test_the_comparison_sees(expected_tool: ModuleType, rows: list[dict[str, Any]], count: int) -> None:
+    steps = {"1": 6.0, "2": 5.0, "30": 1.0}
+    expected = {"steps": steps, "eval_loss": 1.1, "rtol_first": 1e-4, "rtol_last": 0.05}
+    assert len(expected_tool.differences(expected, rows)) == count
