@@ -32,7 +32,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 # Imported once by the fork server, before any thread or autograd engine exists; a rank then starts at once.
-PRELOAD = ["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch.distributed.tensor"]
+PRELOAD = ["torch", "torch.distributed.checkpoint", "tests.toy", "lmms_engine.models.qwen3_vl"]
 
 
 class RankError(AssertionError):

@@ -24,10 +24,19 @@ def apply_freeze(model: nn.Module, patterns: tuple[str, ...] | list[str]) -> lis
             module.requires_grad_(thaw)
     if patterns and not any(p.requires_grad for p in model.parameters()):
         raise UserError(f"trainer_args.freeze_modules={list(patterns)} leaves nothing to train")
-    frozen = _topmost_frozen(model)
-    if frozen:
-        _keep_in_eval(model, [model.get_submodule(name) for name in frozen])
-    return frozen
+    return _topmost_frozen(model)
+
+
+def keep_in_eval(root: nn.Module, parts: list[nn.Module]) -> None:
+    """Dropout stays off in `parts`, also after somebody calls `train()` on all of `root`."""
+
+    def hook(module: nn.Module, args: tuple[object, ...]) -> None:
+        for part in parts:
+            if part.training:
+                part.eval()
+
+    if parts:
+        root.register_forward_pre_hook(hook)
 
 
 def _find(model: nn.Module, pattern: str) -> dict[str, nn.Module]:
@@ -63,15 +72,3 @@ def _topmost_frozen(model: nn.Module) -> list[str]:
         if parameters and not any(p.requires_grad for p in parameters):
             frozen.append(name)
     return frozen
-
-
-def _keep_in_eval(model: nn.Module, parts: list[nn.Module]) -> None:
-    """Dropout stays off in frozen parts, also after somebody calls `train()` on the whole model."""
-    for part in parts:
-        part.eval()
-        part.register_forward_pre_hook(_eval_hook)
-
-
-def _eval_hook(module: nn.Module, args: tuple[object, ...]) -> None:
-    if module.training:
-        module.eval()

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 
 from lmms_engine.errors import UserError
@@ -21,13 +22,12 @@ from lmms_engine.models.spec import Layout, ModelSpec, for_type
 from lmms_engine.objectives import build_objective
 from lmms_engine.objectives.base import Objective
 from lmms_engine.parallel.activation_checkpoint import apply_activation_checkpointing, choose_blocks
-from lmms_engine.parallel.freeze import apply_freeze
+from lmms_engine.parallel.freeze import apply_freeze, keep_in_eval
 from lmms_engine.parallel.fsdp import Unit, apply_fsdp, materialise
 from lmms_engine.parallel.mesh import Mesh
 from lmms_engine.parallel.paths import resolve, under
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PretrainedConfig
 
     from lmms_engine.config import Job, TrainerSection
@@ -66,7 +66,8 @@ def apply_kernels(model: nn.Module, spec: ModelSpec, job: Job, device: torch.dev
     if job.trainer.use_liger_kernel and not fused:
         LOG.info("use_liger_kernel: no GPU here, so the plain modules run instead")
     if job.trainer.use_rmpad:
-        names = attention.install(attention.resolve(job.model.attn_implementation, device))
+        dtype = torch.bfloat16 if computes_in_bf16(job.trainer, device) else torch.float32
+        names = attention.install(attention.resolve(job.model.attn_implementation, device, dtype))
     else:
         names = attention.LIBRARY
     attention.use(model, spec.layout.attention, names)
@@ -76,11 +77,17 @@ def apply_kernels(model: nn.Module, spec: ModelSpec, job: Job, device: torch.dev
     loss_head.replace_head(model, spec.layout.head, fused=fused)
 
 
+def computes_in_bf16(trainer: TrainerSection, device: torch.device) -> bool:
+    """`bf16: true` holds on a GPU; a CPU computes in float32 whatever it says."""
+    return trainer.bf16 and device.type == "cuda"
+
+
 def parallelize(objective: Objective, layout: Layout, mesh: Mesh, trainer: TrainerSection) -> None:
     """Freezes, marks for recomputation and shards, in this order. Logs what was resolved to what."""
     model, settings = objective.model, trainer.fsdp_config
     assert all(p.dtype.itemsize == 4 for p in model.parameters()), "master weights are float32"
     frozen = apply_freeze(model, trainer.freeze_modules)
+    keep_in_eval(objective, [model.get_submodule(name) for name in frozen])
     blocks = {name: block for pattern in layout.blocks for name, block in resolve(model, pattern).items()}
     encoders = {name: tower for pattern in layout.encoders for name, tower in resolve(model, pattern).items()}
     check_wrapped_classes(settings.transformer_layer_cls_to_wrap, blocks, encoders)
@@ -88,7 +95,7 @@ def parallelize(objective: Objective, layout: Layout, mesh: Mesh, trainer: Train
     apply_activation_checkpointing(recomputed)
     units = plan_units(model, layout, blocks, encoders)
     table = format_table(objective, layout, units, blocks, recomputed, frozen)
-    bf16 = trainer.bf16 and mesh.device.type == "cuda"
+    bf16 = computes_in_bf16(trainer, mesh.device)
     apply_fsdp(objective, units, mesh, bf16=bf16, reshard_after_forward=settings.reshard_after_forward)
     if mesh.is_main:
         compute = "bfloat16" if bf16 else "float32"
@@ -107,10 +114,10 @@ def plan_units(
     units += [Unit(name, (tower,), cast_inputs=True) for name, tower in encoders.items()]
     embed, norm, head = (model.get_submodule(path) for path in (layout.embed, layout.norm, layout.head))
     if {id(p) for p in embed.parameters()} & {id(p) for p in head.parameters()}:
-        units.append(Unit(f"{layout.embed} + {layout.norm} + {layout.head} (tied)", (embed, norm, head)))
+        units.append(Unit(f"{layout.embed}, {layout.norm}, {layout.head} (tied)", (embed, norm, head)))
     else:
         units.append(Unit(layout.embed, (embed,)))
-        units.append(Unit(f"{layout.norm} + {layout.head}", (norm, head)))
+        units.append(Unit(f"{layout.norm}, {layout.head}", (norm, head)))
     return units
 
 
@@ -128,8 +135,8 @@ def check_wrapped_classes(
     decoder = {type(block).__name__ for name, block in blocks.items() if not under(name, encoders)}
     if named not in (ours, decoder):
         raise UserError(
-            f"trainer_args.fsdp_config.transformer_layer_cls_to_wrap={sorted(named)}: this model's blocks are "
-            f"{sorted(ours)} (legal: all of them, {sorted(decoder)} alone, or null)"
+            f"trainer_args.fsdp_config.transformer_layer_cls_to_wrap={sorted(named)}: this model's blocks "
+            f"are {sorted(ours)} (legal: all of them, {sorted(decoder)} alone, or null)"
         )
 
 
@@ -142,7 +149,8 @@ def format_table(
     frozen: list[str],
 ) -> str:
     """Patterns and what they matched, with trainable and frozen parameter counts. Call it before sharding."""
-    lines = [f"  {'sharding unit':<58} {'modules':>7} {'recompute':>9} {'parameters':>15} {'trainable':>15}"]
+    width = max(len(name) for name in (*layout.blocks, *(u.name for u in units if u.name not in blocks)))
+    lines = [f"  {'unit':<{width}} {'modules':>7} {'recompute':>9} {'parameters':>15} {'trainable':>15}"]
     counted: set[int] = set()
 
     def row(name: str, modules: list[nn.Module], recompute: str = "") -> None:
@@ -152,7 +160,7 @@ def format_table(
                 counted.add(id(parameter))
                 total += parameter.numel()
                 trainable += parameter.numel() * parameter.requires_grad
-        lines.append(f"  {name:<58} {len(modules):>7} {recompute:>9} {total:>15,} {trainable:>15,}")
+        lines.append(f"  {name:<{width}} {len(modules):>7} {recompute:>9} {total:>15,} {trainable:>15,}")
 
     for pattern in layout.blocks:
         matched = resolve(objective.model, pattern)

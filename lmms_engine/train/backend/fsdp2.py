@@ -60,7 +60,7 @@ class FSDP2Backend:
         return {group["name"]: group["lr"] for group in self._optimizer.param_groups}
 
     def set_progress(self, progress: float, step: int) -> None:
-        """Sets the learning rates of step number `step` (from 1), with which `progress` of the run is done."""
+        """Sets the learning rates of step `step` (counted from 1), at whose end `progress` is done."""
         self._step = step
         for group in self._optimizer.param_groups:
             group["lr"] = self._base_lr * self.schedule(progress, step)
@@ -79,7 +79,7 @@ class FSDP2Backend:
         loss.backward()
 
     def step(self) -> Tensor:
-        """Clips, updates, clears; returns the gradient norm before clipping, a float32 scalar on the device."""
+        """Clips, updates, clears; returns the gradient norm before clipping (float32, on the device)."""
         if not self._gradients_checked:
             self._check_gradients()
         self.check_finite()
