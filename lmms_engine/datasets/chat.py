@@ -123,9 +123,14 @@ class ChatTemplate:
     def _find_tail(self, special: list[str]) -> tuple[str, int]:
         """What the template writes after an answer, and where in it the end marker ends."""
         messages = list(_PROBE)
-        text = self._apply(messages)
-        for i in (1, 3):
-            self._check_prefix(self._apply(messages[:i], prompt=True), self._apply(messages[: i + 1]), text)
+        try:
+            text = self._apply(messages)
+            prompts = [self._apply(messages[:i], prompt=True) for i in (1, 3)]
+            turns = [self._apply(messages[: i + 1]) for i in (1, 3)]
+        except BadRow as error:
+            raise UserError(f"a chat of two questions and answers: {error}") from None
+        for prompt, turn in zip(prompts, turns, strict=True):
+            self._check_prefix(prompt, turn, text)
         tail = text[text.rindex(_PROBE[-1]["content"]) + len(_PROBE[-1]["content"]) :]
         marker = re.search("|".join(re.escape(token) for token in special), tail)
         if marker is None:

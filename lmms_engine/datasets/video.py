@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 import av
 import numpy as np
+from av.video.reformatter import VideoReformatter
 
 from lmms_engine.datasets.media import check_size, decode_picture, read_media
 from lmms_engine.errors import BadRow
@@ -152,6 +153,7 @@ class _File:
         with self._open() as container:
             stream = self._stream(container)
             decoder, position = container.decode(stream), self.timestamps[0]
+            reformatter = VideoReformatter()   # one for all: setting up a conversion takes a millisecond
             for done, target in enumerate(targets):
                 jumped = seek and self._keyframe_before(target) > position
                 if jumped:
@@ -166,7 +168,8 @@ class _File:
                 if frame is None or position != target:
                     at = float((target - self.timestamps[0]) * self.time_base)
                     raise BadRow("media_corrupt", f"clip {self._name}: the frame at {at:.3f} s is missing")
-                yield _upright(frame)
+                pixels = reformatter.reformat(frame, format="rgb24").to_ndarray()
+                yield _upright(pixels, frame.rotation)
 
     def _keyframe_before(self, pts: int) -> int:
         at = int(np.searchsorted(self._keyframes, pts, side="right")) - 1
@@ -199,10 +202,9 @@ def _stamp(item: av.Packet | av.VideoFrame) -> int | None:
     return item.dts if item.pts is None else item.pts   # AVI files state no presentation time
 
 
-def _upright(frame: av.VideoFrame) -> np.ndarray:
-    """RGB, with the camera's rotation (degrees anticlockwise, in the display matrix) applied."""
-    pixels = frame.to_ndarray(format="rgb24")
-    turns = round(frame.rotation / 90) % 4
+def _upright(pixels: np.ndarray, rotation: int) -> np.ndarray:
+    """The frame turned by the camera's rotation, degrees anticlockwise, as the display matrix states it."""
+    turns = round(rotation / 90) % 4
     return np.ascontiguousarray(np.rot90(pixels, turns)) if turns else pixels
 
 
