@@ -33,7 +33,7 @@ class Schedule:
         warmup = self.warmup_ratio
         if self.warmup_steps is not None:
             # Steps so far over progress so far is the run's length, also where only epochs are given.
-            warmup = min(self.warmup_steps * progress / step, 1.0)
+            warmup = self.warmup_steps * progress / step
         if progress < warmup:
             return progress / warmup
         if warmup >= 1.0:

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from lmms_engine.errors import UserError
-from lmms_engine.kernels import attention, liger, loss_head
+from lmms_engine.kernels import attention, liger, loss_head, widen
 from lmms_engine.models import hf
 from lmms_engine.models.spec import Layout, ModelSpec, for_type
 from lmms_engine.objectives import build_objective
@@ -48,15 +47,9 @@ def build_model(
     apply_kernels(model, spec, job, mesh.device)
     objective = build_objective(spec, model, config, job)
     parallelize(objective, spec.layout, mesh, job.trainer)
-    source = job.model.load_from_pretrained_path
-    folder = Path(source) if source else None
-    materialise(
-        objective,
-        model,
-        mesh,
-        (lambda: hf.weight_stream(spec, config, folder, job.trainer.seed)) if load_weights else None,
-        lambda: hf.buffers(spec, config),
-    )
+    source, seed = job.model.load_from_pretrained_path, job.trainer.seed
+    weights = (lambda: hf.weight_stream(spec, config, source, seed)) if load_weights else None
+    materialise(objective, model, mesh, weights, lambda: hf.buffers(spec, config))
     return objective, spec, config
 
 
@@ -74,6 +67,8 @@ def apply_kernels(model: nn.Module, spec: ModelSpec, job: Job, device: torch.dev
     if fused:
         swapped = liger.swap(model, spec)
         LOG.info("fused modules: %s", ", ".join(f"{count} {name}" for name, count in swapped.items()))
+    elif device.type == "cuda" and (widened := widen.apply_widening(model)):
+        LOG.info("widened to a multiple of %d: %d MLPs", widen.MULTIPLE, widened)
     loss_head.replace_head(model, spec.layout.head, fused=fused)
 
 
