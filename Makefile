@@ -56,7 +56,7 @@ prep: setup ## prepare what a recipe needs (RECIPE=; ARGS= are prepare.py's opti
 	@$(enter) python recipes/$(RECIPE)/prepare.py $(if $(findstring --overwrite,$(ARGS)),,--if-missing) $(ARGS)
 
 train: setup ## train a recipe (RECIPE=, PRESET=, NGPU=, FRESH=1, ARGS=)
-	@$(enter) recipes/$(RECIPE)/launch.sh $(ARGS)
+	@$(enter) exec recipes/$(RECIPE)/launch.sh $(ARGS)
 
 test: setup ## run the whole test suite (ARGS= are pytest's options)
 	@$(enter) python -m pytest -n 2 --dist loadgroup $(ARGS)

@@ -24,4 +24,5 @@ if ((nnodes > 1)); then
     rendezvous=(--node-rank "$node_rank" --master-addr "${MASTER_ADDR:?}" --master-port "${MASTER_PORT:-29500}")
 fi
 exec torchrun --nnodes "$nnodes" --nproc-per-node "$processes" "${rendezvous[@]}" \
+    --logs-specs lmms_engine --signals-to-handle SIGINT,SIGHUP,SIGQUIT \
     -m lmms_engine.launch.cli "${configs[@]}" "trainer_args.output_dir=runs/${recipe#*/}-$preset" "$@"

@@ -69,7 +69,7 @@ def test_first_steps_are_as_recorded(
 
 
 def test_a_copy_trains_its_own_run(clone: Path, start: Start) -> None:
-    """Copied under another name, with no edit: trains, says that it is finished, and begins anew when asked."""
+    """A copy without an edit: trains, says that it is finished, goes on, and begins anew when asked."""
     shutil.copytree(clone / "recipes/qwen3_vl", clone / "recipes/mine")
     first = finish(start("mine", *QUICK))
     assert "preset smoke: " in first  # and why
