@@ -51,7 +51,7 @@ def test_a_promise_that_matches_nothing_is_an_error() -> None:
 
 
 def test_unknown_swap_is_an_error() -> None:
-    with pytest.raises(UserError, match="unknown liger swap 'rmsnorm'.*did you mean 'rms_norm'"):
+    with pytest.raises(UserError, match=r"unknown liger swap 'rmsnorm'.*did you mean 'rms_norm'"):
         apply_swaps(nn.Linear(1, 1), ("rmsnorm",), "toy")
 
 

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
-from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNorm
 
 from lmms_engine.kernels.structure import is_gated_silu_mlp, is_rms_norm
 from lmms_engine.models.spec import MODELS
@@ -36,7 +35,6 @@ class OnePlus(Renamed):
         (Renamed(), True),
         (OnePlus(), False),
         (Gemma3RMSNorm(4), False),
-        (Qwen3NextRMSNorm(4), False),
         (nn.LayerNorm(4), False),
         (nn.RMSNorm(4), False),
         (nn.Linear(4, 4), False),

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lmms_engine.kernels.widen import GatedMLP, apply_widening, missing_columns
+from lmms_engine.kernels.widen import GatedMLP, apply_widening, missing_columns, silu_times
 from tests.tiny import assert_same_gradients, build, loss_and_gradients, pack
 
 
-@pytest.mark.parametrize(("width", "extra"), [(3420, 36), (36, 28), (4304, 0), (3456, 0), (11008, 0), (1, 63)])
+@pytest.mark.parametrize(("width", "extra"), [(3420, 36), (36, 28), (4304, 0), (3456, 0), (1, 63)])
 def test_missing_columns(width: int, extra: int) -> None:
     class Mlp:
         gate_proj = torch.nn.Linear(1, width, device="meta")
@@ -38,7 +38,7 @@ def test_inner_width_is_the_wide_one() -> None:
     widths = []
     for module in objective.model.modules():
         if isinstance(module, GatedMLP):
-            module.product = lambda gate, up: widths.append(gate.shape[-1]) or torch.nn.functional.silu(gate) * up
+            module.product = lambda gate, up: widths.append(gate.shape[-1]) or silu_times(gate, up)
     loss_and_gradients(objective, [pack(samples[:1])])
     assert widths == [64] * 3
 
