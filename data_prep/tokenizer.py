@@ -76,7 +76,7 @@ _COMMON_WORDS = (
     "after words called just where most know"
 )
 # ChatML without a default system prompt. Each turn is rendered from that turn alone (tool results are not
-# grouped), so the rendering of a conversation's beginning is the beginning of its rendering: label masks rely on it.
+# grouped), so a conversation's beginning is rendered as the beginning of the whole: label masks rely on it.
 CHAT_TEMPLATE = """\
 {%- macro render(content) -%}
     {%- if content is string -%}

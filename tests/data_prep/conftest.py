@@ -1,0 +1,29 @@
+"""One small sample data set for all tests of this folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data_prep.sample import make_sample
+
+
+@pytest.fixture(scope="session")
+def sample(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A sample data set of 240 training rows; tests only read it."""
+    out = tmp_path_factory.mktemp("data") / "shapes"
+    make_sample(out, rows=240, seed=5)
+    return out
+
+
+@pytest.fixture(scope="session")
+def rows(sample: Path) -> dict[str, list[dict[str, Any]]]:
+    """File stem -> its rows, of all four JSONL files."""
+    stems = ("train", "heldout", "audio", "audio_heldout")
+    return {
+        stem: [json.loads(line) for line in (sample / f"{stem}.jsonl").read_text().splitlines()]
+        for stem in stems
+    }
