@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import av
 import numpy as np
@@ -76,8 +76,9 @@ def plan_clip(part: MediaPart, *, fps: float, min_frames: int, max_frames: int) 
     source = read_media(part)
     file = _File(source, part.label)
     pts = file.timestamps
-    seconds = np.array([float((p - pts[0]) * file.time_base) for p in pts])
-    end_of_file = seconds[-1] + float(file.last_duration * file.time_base)
+    tick = file.time_base
+    seconds = (np.array(pts) - pts[0]) * tick.numerator / tick.denominator
+    end_of_file = seconds[-1] + float(file.last_duration * tick)
     keep = _span(part, seconds, end_of_file)
     start, end = seconds[keep[0]], seconds[keep[-1] + 1] if keep[-1] + 1 < len(seconds) else end_of_file
     duration = round(end - start, CLOCK_DIGITS)
@@ -134,19 +135,21 @@ class _File:
             context = stream.codec_context
             check_size(max(context.width, 1), max(context.height, 1), f"clip {name}")
             self.time_base = stream.time_base or Fraction(1, 1)
-            packets = self._guard(lambda: [p for p in container.demux(stream) if p.size and not p.is_discard])
+            packets = self._guard(lambda: list(map(_facts, container.demux(stream))))
             declared, step = stream.frames, stream.average_rate
+        packets = [packet for packet in packets if packet.is_frame]
         if not packets or len(packets) < declared:
             found = f"{len(packets)} of {declared} frames are there"
             raise BadRow("media_corrupt", f"clip {name} is cut: {found}")
-        stamps = [(_stamp(p), p) for p in packets]
-        if any(stamp is None for stamp, _ in stamps):
+        if any(packet.stamp is None for packet in packets):
             raise BadRow("media_corrupt", f"clip {name} has frames without a time stamp")
-        stamps.sort(key=lambda pair: pair[0])
-        self.timestamps: list[int] = [stamp for stamp, _ in stamps]
-        self._keyframes = [stamp for stamp, p in stamps if p.is_keyframe]
+        shown = sorted(packet for packet in packets if packet.is_shown)
+        if not shown:
+            raise BadRow("media_corrupt", f"clip {name} shows no frame")
+        self.timestamps: list[int] = [packet.stamp for packet in shown]
+        self._keyframes = [packet.stamp for packet in shown if packet.is_keyframe]
         gap = int(1 / (step * self.time_base)) if step else 0
-        self.last_duration: int = stamps[-1][1].duration or gap
+        self.last_duration: int = shown[-1].duration or gap
 
     def frames(self, targets: list[int], *, seek: bool = True) -> Iterator[np.ndarray]:
         """The frames with the time stamps `targets` (ascending), skipping to key frames between them."""
@@ -196,6 +199,22 @@ class _File:
             return call()
         except (av.FFmpegError, EOFError, OSError) as error:
             raise BadRow("media_corrupt", f"clip {self._name} cannot be decoded: {error}") from None
+
+
+class _Facts(NamedTuple):
+    """What is kept of a packet; the packet itself would keep the encoded frame in memory."""
+
+    stamp: int | None
+    duration: int
+    is_frame: bool      # False for the empty packet that ends the stream
+    is_shown: bool      # False for frames before the start of an edit list, and for dropped ones
+    is_keyframe: bool
+
+
+def _facts(packet: av.Packet) -> _Facts:
+    shown = packet.size > 0 and not packet.is_discard
+    is_frame = packet.size > 0 or packet.dts is not None
+    return _Facts(_stamp(packet), packet.duration or 0, is_frame, shown, packet.is_keyframe)
 
 
 def _stamp(item: av.Packet | av.VideoFrame) -> int | None:

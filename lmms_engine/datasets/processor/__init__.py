@@ -9,18 +9,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from lmms_engine.datasets.processor.base import KeyRule, Processor
+from lmms_engine.datasets.processor.base import KeyRule, Processor, ProcessorClass
 from lmms_engine.registry import Registry
 
-T = TypeVar("T", bound=type)
+T = TypeVar("T", bound=ProcessorClass)
 
-PROCESSORS: Registry[Any] = Registry(
+PROCESSORS: Registry[ProcessorClass] = Registry(
     "processor", {name: f"lmms_engine.models.{name}.processor" for name in ("qwen2_5_vl", "qwen3_vl")}
 )
 
-__all__ = ["PROCESSORS", "KeyRule", "Processor", "register_processor"]
+__all__ = ["PROCESSORS", "KeyRule", "Processor", "ProcessorClass", "register_processor"]
 
 
 def register_processor(name: str) -> Callable[[T], T]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
@@ -13,7 +13,7 @@ from lmms_engine.datasets.sample import Sample
 from lmms_engine.segments import RowRef
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
     from lmms_engine.datasets.schema import Row
 
@@ -54,4 +54,23 @@ class Processor(Protocol):
 
     def save_pretrained(self, folder: Path) -> None:
         """Writes the library's processor files, with the settings trained with."""
+        ...
+
+
+class ProcessorClass(Protocol):
+    """What is registered: a class that opens its Processor from a folder or the hub."""
+
+    def from_pretrained(
+        self,
+        folder_or_id: str | Path,
+        *,
+        config: PretrainedConfig | None,
+        max_length: int | None,
+        fps: float,
+        video_max_pixels: int,
+        video_max_frames: int,
+        extra_kwargs: Mapping[str, Any] | None,
+        overlong: str,
+    ) -> Processor:
+        """The processor of a model with `config`; the settings are `dataset_config`'s."""
         ...

@@ -303,7 +303,12 @@ class VisionLanguageProcessor:
     ) -> Sample:
         """Puts slots for the placeholders; `ids` has exactly one per visual, in order."""
         places = np.flatnonzero((ids == self.image_token) | (ids == self.video_token))
-        assert len(places) == len(visuals), f"{len(places)} placeholders for {len(visuals)} media"
+        kinds = ["image" if ids[place] == self.image_token else "video" for place in places]
+        if kinds != [visual.kind for visual in visuals]:
+            found = ", ".join(kinds)
+            raise BadRow("media_order", f"the chat template changes the order of the media, to {found}")
+        # Marks around a picture in the assistant's turn are no answer.
+        supervised = supervised & (ids != self.vision_start) & (ids != self.vision_end)
         pieces: list[Piece] = []
         weights: list[np.ndarray] = []
         ends: list[tuple[int, int]] = []   # of each medium with its marks: first and last + 1, in the result

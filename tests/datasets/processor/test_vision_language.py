@@ -18,9 +18,10 @@ from transformers.video_utils import VideoMetadata
 from data_prep.clips import write_clip
 from lmms_engine.datasets.processor.vision_language import Slots, mrope_positions
 from lmms_engine.datasets.sample import Sample
-from lmms_engine.datasets.schema import MediaPart
+from lmms_engine.datasets.schema import MediaPart, parse_row
 from lmms_engine.datasets.video import load_clip
 from lmms_engine.errors import BadRow, UserError
+from lmms_engine.segments import RowRef
 
 Build = Callable[..., Any]
 Make = Callable[..., Sample]
@@ -110,6 +111,30 @@ def test_labels_are_shifted_inside_the_sample(build: Build, sample: Make) -> Non
     assert of.supervised == len(at) == 2
     assert torch.equal(of.position_ids, torch.arange(len(of)).expand(3, -1))
     assert of.media == {}
+
+
+def test_a_picture_in_the_answer_is_not_learnt(build: Build, tmp_path: Path) -> None:
+    processor = build()
+    turns = [
+        {"role": "user", "content": "draw"},
+        {"role": "assistant", "content": [{"type": "text", "text": "so:"}, picture(tmp_path, 64, 64)]},
+    ]
+    of = processor(parse_row({"messages": turns}, tmp_path), RowRef("test", 0, 0, "row"))
+    assert processor.tokenizer.decode(of.labels[of.labels != -100]) == "so:<|im_end|>"
+    check_slots(processor, of)
+
+
+def test_templates_that_reorder_media_are_noticed(build: Build, sample: Make, tmp_path: Path) -> None:
+    processor = build()
+    processor.chat.template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+        "{% if m.content is string %}{{ m.content }}{% else %}<|video_pad|><|image_pad|>{% endif %}"
+        "<|im_end|>\n"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    with pytest.raises(BadRow) as caught:
+        sample(processor, [picture(tmp_path, 64, 64), clip(tmp_path)], "a")
+    assert caught.value.kind == "media_order"
 
 
 EXTREMES = [(1, 1), (27, 100), (1, 200), (1, 201), (5, 1001), (1024, 5), (3000, 4000)]
