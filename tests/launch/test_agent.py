@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 AGENT = ("--logs-specs", "lmms_engine", "--signals-to-handle", "SIGINT,SIGHUP,SIGQUIT")
-SAVES_ON_SIGTERM = """
+SAVES_ON_SIGTERM = r"""
 import os, signal, subprocess, sys, time
 child = subprocess.Popen(["sleep", "60"])   # like a loader's worker: not to be killed under the rank
 def save(*_):
