@@ -90,6 +90,10 @@ def make_sample(
             if _present(out):
                 shutil.rmtree(out)
             os.rename(partial, out)
+        except OSError as error:
+            # A full disk often names no file.
+            shutil.rmtree(partial, ignore_errors=True)
+            raise UserError(f"could not write {out.resolve()}: {error}") from error
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
