@@ -2,10 +2,11 @@
 
 torchrun loads it by name: `torchrun --logs-specs lmms_engine --signals-to-handle SIGINT,SIGHUP,SIGQUIT …`.
 
-Left to itself torchrun 2.11 answers SIGTERM by sending it to the ranks and their loader workers, giving them
-30 seconds, less than a large checkpoint takes, and ending with code 1 and a traceback. With this, SIGTERM
-goes to the ranks alone, they save in their own time, and torchrun ends with the exit code of the first rank
-that failed. A "logs specification" is the door that torchrun offers to code in its process; logs are left alone.
+Left to itself torchrun 2.11 answers SIGTERM by sending it to the ranks and their loader workers, giving
+them 30 seconds, less than a large checkpoint takes, and ending with code 1 and a traceback. With this,
+SIGTERM goes to the ranks alone, they save in their own time, and torchrun ends with the exit code of the
+first rank that failed. A "logs specification" is the door that torchrun offers to code in its process;
+logs are left alone.
 """
 
 from __future__ import annotations

@@ -1,10 +1,13 @@
 """Decide whether a recipe runs as `full` or as `smoke` on this machine, and with how many processes.
 
-Used by `launch.sh`: `python -m lmms_engine.launch.preset --preset auto --ngpu 0 recipes/<name> [key=value ...]`
-prints `<preset> <processes> <run folder>` on standard output and the reason on standard error.
+Used by `launch.sh`:
 
-The memory that the real model needs is stated in the recipe's `config.yaml` by one comment line, any alternative of
-which is enough: `# GPU memory: 1 x 96 GB, or 2 x 80 GB`. A config without such a line needs no GPU.
+    python -m lmms_engine.launch.preset --preset auto --ngpu 0 recipes/<name> [key=value ...]
+
+prints `<preset> <processes> <run folder>` on standard output and the reason on standard error. The
+memory that the real model needs is stated in the recipe's `config.yaml` by one comment line, any
+alternative of which is enough: `# GPU memory: 1 x 96 GB, or 2 x 80 GB`. A config without such a line
+needs no GPU.
 It refuses (exit 2, one line) `full` where the GPUs or the weights are not to be had.
 """
 
@@ -70,7 +73,7 @@ def gpu_shortage(needs: tuple[Need, ...], memory_gb: list[float]) -> str | None:
 
 
 def weights_shortage(name: str | None) -> str | None:
-    """Why a model's weights cannot be had, or None: a folder holds them, the cache does, or the hub answers."""
+    """Why weights cannot be had, or None: a folder holds them, the cache does, or the hub answers."""
     if name is None:
         return None
     folder = Path(name).expanduser()
