@@ -29,9 +29,11 @@ def build_processor(job: Job) -> Processor:
             "dataset_config.processor_config.processor_name=null: a model made by load_from_config has no "
             "folder to take it from; name a hub id or a folder"
         )
-    name = config.processor_type or for_type(read_config(job.model).model_type).name
+    model = read_config(job.model)
+    name = config.processor_type or for_type(model.model_type).name
     return PROCESSORS.get(name).from_pretrained(
         source,
+        config=model,
         max_length=data.max_length or data.packing_length,
         fps=data.fps,
         video_max_pixels=data.video_max_pixels,

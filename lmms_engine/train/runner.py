@@ -18,13 +18,14 @@ import torch
 
 from lmms_engine.config import Job
 from lmms_engine.datasets.batch import PackedBatch
+from lmms_engine.datasets.loader import merge_states
 from lmms_engine.errors import Terminated, UserError
 from lmms_engine.models.flops import Flops
 from lmms_engine.parallel.mesh import Mesh, build_mesh
 from lmms_engine.plugins import load_plugins
 from lmms_engine.train import checkpoint, rundir
 from lmms_engine.train.backend.fsdp2 import FSDP2Backend
-from lmms_engine.train.data import build_loader, build_processor, eval_loaders
+from lmms_engine.train.data import build_loader, eval_loaders
 from lmms_engine.train.evaluate import evaluate
 from lmms_engine.train.log import TrainProgress, describe
 from lmms_engine.train.manifest import build_manifest, write_manifest
@@ -84,7 +85,6 @@ class TrainRunner:
         self.step = self._saved_step = self.start.step
         if self.start.finished:
             return self
-        self.processor = build_processor(job)
         self.loader = build_loader(job, mesh.dp_rank, mesh.dp_size, pin_memory=mesh.device.type == "cuda")
         self.eval_loaders = eval_loaders(job, mesh.dp_rank, mesh.dp_size)
         self._resume_data()
@@ -233,7 +233,7 @@ class TrainRunner:
             "epoch": self._epoch(),
             "dp_size": self.mesh.dp_size,
             "seed": self.job.trainer.seed,
-            "loader": merge_loader_states(states),
+            "loader": merge_states(states),
         }
         keep = self.job.trainer.save_total_limit
         checkpoint.save(self.run_dir, self.step, self.backend.state(), self.mesh, extra, keep=keep)
@@ -275,7 +275,7 @@ class TrainRunner:
             seed=job.trainer.seed,
             plugins=plugins,
             data_fingerprint=self.loader.fingerprint(),
-            processor_fingerprint=self.processor.fingerprint,
+            processor_fingerprint=self.loader.processor.fingerprint,
         )
         if mesh.is_main:
             discarded = cut_back(self.run_dir, self.step)
@@ -334,12 +334,6 @@ class TrainRunner:
 def due(step: int, every: int | None) -> bool:
     """Whether something done every so many steps is due after this one; None: never."""
     return bool(every) and step % every == 0
-
-
-def merge_loader_states(states: list[dict[str, Any]]) -> dict[str, Any]:
-    """One state from those of all ranks: what is per logical shard is joined, the rest is equal on all."""
-    shards = {name: shard for state in states for name, shard in state["shards"].items()}
-    return {**states[0], "shards": shards}
 
 
 def frozen_names(model: torch.nn.Module) -> frozenset[str]:

@@ -15,7 +15,7 @@ from lmms_engine.datasets.schema import parse_row
 from lmms_engine.datasets.sources import Source, open_sources
 from lmms_engine.errors import BadRow
 from lmms_engine.segments import RowRef
-from lmms_engine.train.data import build_loader, build_processor
+from lmms_engine.train.data import build_loader
 
 THUMBNAIL = (240, 160)
 MAX_THUMBNAILS = 4
@@ -35,9 +35,9 @@ def first_samples(config: dict[str, Any], count: int) -> list[Shown]:
     """The first rows that rank 0 of a run with this config trains on."""
     job = Job.from_dict(config)
     job = job.model_copy(update={"trainer": job.trainer.model_copy(update={"dataloader_num_workers": 0})})
-    tokenizer = build_processor(job).tokenizer
     sources = open_sources(job.dataset, "train")
     loader = build_loader(job, 0, 1)
+    tokenizer = loader.processor.tokenizer
     shown: list[Shown] = []
     try:
         while len(shown) < count and (micros := loader.next_step()):

@@ -1,0 +1,155 @@
+"""Whether a run goes on, has finished, or is another run: by its saved config and checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from lmms_engine.config import Job
+from lmms_engine.errors import UserError
+from lmms_engine.train import rundir
+
+
+def _job(**trainer) -> Job:
+    return Job.from_dict(
+        {
+            "model_config": {"load_from_pretrained_path": "/models/a"},
+            "dataset_config": {"datasets": [{"path": "/data/a.jsonl"}], "packing_length": 512},
+            "trainer_args": {"max_steps": 10, "report_to": "none", **trainer},
+        }
+    )
+
+
+def _leave(run_dir: Path, job: Job, **state) -> None:
+    """A run folder as a run with `job` leaves it."""
+    folder = run_dir / "checkpoints" / f"step-{state['step']:08d}"
+    folder.mkdir(parents=True)
+    (folder / ".metadata").write_bytes(b"")
+    (folder / "state.json").write_text(json.dumps({"epoch": 0.5, "dp_size": 2, "written": 1, **state}))
+    (run_dir / "config.yaml").write_text(job.to_yaml())
+
+
+def test_a_new_folder_starts_at_the_beginning(tmp_path):
+    start = rundir.prepare(_job(), tmp_path / "runs" / "new", 2)
+    assert (start.step, start.checkpoint, start.finished) == (0, None, False)
+
+
+@pytest.mark.parametrize(("max_steps", "finished"), [(10, True), (11, False), (5, True)])
+def test_max_steps_may_grow(tmp_path, max_steps, finished):
+    _leave(tmp_path, _job(), step=10)
+    start = rundir.prepare(_job(max_steps=max_steps), tmp_path, 2)
+    assert (start.step, start.finished) == (10, finished)
+    assert start.checkpoint.name == "step-00000010"
+
+
+def test_fewer_steps_of_an_unfinished_run_are_another_schedule(tmp_path):
+    _leave(tmp_path, _job(), step=4)
+    assert rundir.prepare(_job(), tmp_path, 2).step == 4
+    with pytest.raises(UserError, match=r"trainer_args.max_steps: 10 there, 8 now"):
+        rundir.prepare(_job(max_steps=8), tmp_path, 2)
+
+
+def test_epochs_count_by_what_was_read(tmp_path):
+    _leave(tmp_path, _job(max_steps=None, num_train_epochs=2.0), step=7, epoch=2.0)
+    assert rundir.prepare(_job(max_steps=None, num_train_epochs=2.0), tmp_path, 2).finished
+    assert not rundir.prepare(_job(max_steps=None, num_train_epochs=3.0), tmp_path, 2).finished
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"seed": 7}, "trainer_args.seed: 42 there, 7 now"),
+        ({"learning_rate": 1e-4}, "trainer_args.learning_rate: 1e-05 there, 0.0001 now"),
+        ({"freeze_modules": ["visual"]}, "trainer_args.freeze_modules"),
+        ({"lr_scheduler_kwargs": {"min_lr_ratio": 0.1}}, "trainer_args.lr_scheduler_kwargs"),
+    ],
+)
+def test_other_settings_are_refused_by_name(tmp_path, change, named):
+    _leave(tmp_path, _job(), step=4)
+    with pytest.raises(UserError) as caught:
+        rundir.prepare(_job(**change), tmp_path, 2)
+    assert named in str(caught.value)
+    assert "FRESH=1" in str(caught.value)
+
+
+def test_all_differences_are_named_at_once(tmp_path):
+    _leave(tmp_path, _job(), step=4)
+    other = _job(seed=1).to_dict()
+    other["model_config"]["load_from_pretrained_path"] = "/models/b"
+    other["dataset_config"]["datasets"][0]["path"] = "/data/b.jsonl"
+    with pytest.raises(UserError) as caught:
+        rundir.prepare(Job.from_dict(other), tmp_path, 2)
+    for key in ("model_config.load_from_pretrained_path", "dataset_config.datasets", "trainer_args.seed"):
+        assert key in str(caught.value)
+
+
+def test_layout_and_logging_may_change(tmp_path):
+    _leave(tmp_path, _job(), step=4)
+    job = _job(
+        save_steps=7, logging_steps=3, save_total_limit=9, dataloader_num_workers=0, log_rows=True,
+        report_to="tensorboard", run_name="x", fsdp_config={"reshard_after_forward": False},
+    )  # fmt: skip
+    assert rundir.prepare(job, tmp_path, 2).step == 4
+
+
+def test_accumulation_may_change_with_the_ranks_but_not_the_global_batch(tmp_path):
+    _leave(tmp_path, _job(gradient_accumulation_steps=2), step=4)  # on 2 ranks
+    assert rundir.prepare(_job(gradient_accumulation_steps=4), tmp_path, 1).notes == ()
+    assert "global batch" in rundir.prepare(_job(gradient_accumulation_steps=2), tmp_path, 1).notes[0]
+    with pytest.raises(UserError, match="gradient_accumulation_steps: 2 there, 4 now"):
+        rundir.prepare(_job(gradient_accumulation_steps=4), tmp_path, 2)
+
+
+def test_checkpoints_of_unknown_origin_are_refused(tmp_path):
+    _leave(tmp_path, _job(), step=4)
+    (tmp_path / "config.yaml").unlink()
+    with pytest.raises(UserError, match="cannot tell whose they are"):
+        rundir.prepare(_job(), tmp_path, 2)
+
+
+def test_a_run_that_saved_nothing_may_begin_anew_with_other_settings(tmp_path):
+    (tmp_path / "config.yaml").write_text(_job().to_yaml())
+    assert rundir.prepare(_job(seed=9), tmp_path, 2).checkpoint is None
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+    blocked = tmp_path / "file"
+    blocked.write_text("not a folder")
+    with pytest.raises(UserError, match=r"trainer_args.output_dir=.*file/run: cannot be written"):
+        rundir.prepare(_job(), blocked / "run", 1)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to become another user")
+def test_a_folder_of_another_user_is_named(tmp_path):
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0o755)
+    for parent in (tmp_path, *list(tmp_path.parents)[:2]):
+        parent.chmod(0o755)
+    pid = os.fork()
+    if pid == 0:  # a child under another uid, since root may write everywhere
+        os.setuid(65534)
+        try:
+            rundir.require_writable(closed / "run")
+        except UserError as error:
+            os._exit(0 if "Permission denied" in str(error) else 2)
+        os._exit(3)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_what_rank_0_finds_reaches_every_rank():
+    sent = []
+    main = SimpleNamespace(is_main=True, broadcast=lambda value: sent.append(value) or value)
+    other = SimpleNamespace(is_main=False, broadcast=lambda value: sent[-1])
+
+    def fails():
+        raise UserError("bad news")
+
+    for mesh in (main, other):
+        with pytest.raises(UserError, match="bad news"):
+            rundir.on_main(mesh, fails)
+    assert rundir.on_main(main, lambda: 7) == 7
+    assert rundir.on_main(other, fails) == 7  # there the work is not done

@@ -1,0 +1,132 @@
+"""One run on one process and on two, ranks with unlike amounts of data, SIGTERM to one rank alone."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from lmms_engine.commands.inspect import batches
+from lmms_engine.config import Job
+from lmms_engine.errors import Terminated
+from lmms_engine.train import TrainRunner, checkpoint
+from lmms_engine.train.evaluate import evaluate
+from lmms_engine.train.metrics import batch_records, read_lines
+from tests.distributed import run_ranks
+from tests.runs import logged, make_config, row_ids, train
+
+pytestmark = pytest.mark.xdist_group("two ranks")  # one worker: the module's runs are made once
+EQUAL = {"trainer__max_steps": 5, "trainer__save_steps": 2, "trainer__lr_scheduler_type": "constant"}
+
+
+def _config(corpus: Path, run_dir: Path, **changes) -> dict:
+    heldout = [{"path": str(corpus / f"{name}.jsonl")} for name in ("heldout", "other")]
+    return make_config(corpus, run_dir, **{"data__eval_datasets": heldout, **changes})
+
+
+def _stop_when(run_dir: Path, steps: int) -> None:
+    """Sends SIGTERM to this process once the run has logged so many steps."""
+    deadline = time.monotonic() + 60
+    while len(read_lines(run_dir / "metrics.jsonl")) < steps and time.monotonic() < deadline:
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _all_on_two_ranks(mesh, equal, unlike, stopped):
+    runner = TrainRunner(Job.from_dict(equal), mesh).build()
+    before = evaluate(runner.objective, runner.eval_loaders, mesh, seed=0)
+    runner.run()
+    train(mesh, unlike)
+    runner = TrainRunner(Job.from_dict(stopped), mesh).build()
+    if mesh.rank == 1:
+        threading.Thread(target=_stop_when, args=(runner.run_dir, 3), daemon=True).start()
+    try:
+        runner.run()
+    except Terminated as stop:
+        return before, stop.code, runner.step
+    return before, 0, runner.step
+
+
+@pytest.fixture(scope="module")
+def two_ranks(corpus, tmp_path_factory):
+    """Three runs on two ranks: comparable with one rank; with unlike amounts of data; stopped by SIGTERM."""
+    folder = tmp_path_factory.mktemp("two")
+    configs = {
+        # shard r is rank r's: a step has one pack of each shard, as one rank with two micro-batches has
+        "equal": _config(corpus, folder / "equal", trainer__gradient_accumulation_steps=1, **EQUAL),
+        # rank 0 has two of the three shards
+        "unlike": _config(
+            corpus, folder / "unlike", trainer__num_train_epochs=2, trainer__gradient_accumulation_steps=1,
+            data__num_logical_shards=3,
+        ),
+        "stopped": _config(corpus, folder / "stopped", trainer__max_steps=5000),
+    }  # fmt: skip
+    results = run_ranks(_all_on_two_ranks, 2, *configs.values(), timeout=200)
+    return folder, configs, results
+
+
+def test_two_ranks_train_as_one_does(two_ranks, corpus, mesh, tmp_path):
+    folder, _, results = two_ranks
+    config = _config(corpus, tmp_path / "one", **EQUAL)
+    runner = TrainRunner(Job.from_dict(config), mesh).build()
+    before = evaluate(runner.objective, runner.eval_loaders, mesh, seed=0)
+    assert [result[0].loss for result in results] == pytest.approx([before.loss] * 2, rel=1e-6)
+    assert results[0][0].samples == before.samples == 9
+    runner.run()
+    one, two = logged(tmp_path / "one"), logged(folder / "equal")
+    for key in ("tokens", "supervised_tokens", "samples"):
+        assert [row[key] for row in one] == [row[key] for row in two]
+    assert [row["loss"] for row in two] == pytest.approx([row["loss"] for row in one], rel=1e-5)
+    assert [row["grad_norm"] for row in two] == pytest.approx([row["grad_norm"] for row in one], rel=1e-4)
+    held_out = [logged(run_dir, "eval")[-1]["loss"] for run_dir in (tmp_path / "one", folder / "equal")]
+    assert held_out[1] == pytest.approx(held_out[0], rel=1e-5)
+
+
+def test_a_run_of_two_ranks_goes_on_with_one(two_ranks, corpus, mesh, tmp_path):
+    folder, _, _ = two_ranks
+    run_dir = tmp_path / "resumed"
+    shutil.copytree(folder / "equal", run_dir)
+    shutil.rmtree(run_dir / "checkpoints" / "step-00000005")  # as if it had been killed after step 4
+    (run_dir / "checkpoints" / "latest").write_text("step-00000004\n")
+    train(mesh, _config(corpus, run_dir, **EQUAL))
+    whole, resumed = logged(folder / "equal"), logged(run_dir)
+    assert [row["step"] for row in resumed] == [1, 2, 3, 4, 5]
+    assert resumed[4]["tokens"] == whole[4]["tokens"]
+    assert resumed[4]["loss"] == pytest.approx(whole[4]["loss"], rel=1e-5)
+
+
+def test_ranks_with_unlike_amounts_end_together(two_ranks):
+    folder, _, _ = two_ranks
+    run_dir = folder / "unlike"
+    logs = [row_ids(run_dir, rank) for rank in range(2)]
+    assert len(logs[0]) > len(logs[1]) > 0
+    ids = sorted(i for log in logs for _, _, row in log for i in row)
+    assert ids == sorted(2 * [f"train-{i}" for i in range(14)])  # every row exactly once an epoch
+    rows = logged(run_dir)
+    assert rows[-1]["epoch"] == 2.0
+    assert rows[-1]["lr"]["decay"] == 0.0
+    assert sum(row["samples"] for row in rows) == 28
+    assert max(step for log in logs for step, _, _ in log) == rows[-1]["step"] == len(rows)
+    assert checkpoint.read_state(run_dir / "checkpoints" / f"step-{len(rows):08d}")["epoch"] == 2.0
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_inspect_shows_what_each_rank_trained_on(two_ranks, rank):
+    folder, configs, _ = two_ranks
+    job = Job.from_dict(configs["unlike"])
+    shown = [record for step, micros in batches(job, rank, 2, 1000) for record in batch_records(step, micros)]
+    assert shown == read_lines(folder / "unlike" / f"rows-{rank}.jsonl")
+
+
+def test_sigterm_to_one_rank_stops_all_after_one_step_and_saves(two_ranks):
+    folder, _, results = two_ranks
+    assert [code for _, code, _ in results] == [143, 143]
+    step = results[0][2]
+    assert results[1][2] == step >= 3
+    assert checkpoint.latest(folder / "stopped").name == f"step-{step:08d}"
+    assert [row["step"] for row in logged(folder / "stopped")] == list(range(1, step + 1))
