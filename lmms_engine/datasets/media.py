@@ -77,13 +77,12 @@ def decode_picture(source: bytes | Path, name: str) -> Image.Image:
     file = io.BytesIO(source) if isinstance(source, bytes) else source
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)   # our own limit stands below
-            image = Image.open(file)
-        with image:
-            check_size(*image.size, name)
-            image.seek(0)
-            image.load()
-            return to_rgb(ImageOps.exif_transpose(image))
+            warnings.simplefilter("ignore")   # on size: our own limit stands below; on tags: they are unused
+            with Image.open(file) as image:
+                check_size(*image.size, name)
+                image.seek(0)
+                image.load()
+                return to_rgb(ImageOps.exif_transpose(image))
     except (Image.DecompressionBombError, MemoryError) as error:
         raise BadRow("media_too_large", f"picture {name} is too large to decode: {error}") from None
     except CORRUPT as error:

@@ -185,19 +185,21 @@ class _File:
 
     def _open(self) -> av.container.InputContainer:
         source = io.BytesIO(self._source) if isinstance(self._source, bytes) else str(self._source)
-        return self._guard(lambda: av.open(source))
+        return self._guard(lambda: av.open(source, metadata_errors="replace"))   # titles in any encoding
 
     def _stream(self, container: av.container.InputContainer) -> av.VideoStream:
         if not container.streams.video:
             raise BadRow("media_corrupt", f"clip {self._name} has no video stream")
         stream = container.streams.video[0]
+        if stream.codec_context is None:
+            raise BadRow("media_corrupt", f"clip {self._name} is of an unknown codec")
         stream.codec_context.thread_count = 1   # loader workers are the parallelism
         return stream
 
     def _guard(self, call: Callable):
         try:
             return call()
-        except (av.FFmpegError, EOFError, OSError) as error:
+        except (av.FFmpegError, EOFError, OSError, ValueError, MemoryError) as error:
             raise BadRow("media_corrupt", f"clip {self._name} cannot be decoded: {error}") from None
 
 

@@ -155,6 +155,21 @@ def test_other_bytes_are_corrupt(data: bytes) -> None:
     assert caught.value.kind == "media_corrupt"
 
 
+@pytest.mark.parametrize("format_", ["JPEG", "PNG", "WEBP", "GIF", "TIFF", "BMP"])
+def test_garbled_files_decode_or_are_bad_rows(format_: str) -> None:
+    data = encode(Image.fromarray(np.arange(4096, dtype=np.uint8).reshape(64, 64)), format_)
+    rng = np.random.default_rng(0)
+    outcomes = set()
+    for _ in range(40):
+        garbled = np.frombuffer(data, np.uint8).copy()
+        garbled[rng.integers(0, min(len(data), 400), 4)] = rng.integers(0, 256, 4)
+        try:
+            outcomes.add(decode_picture(garbled.tobytes(), "x").mode)
+        except BadRow as error:
+            outcomes.add(error.kind)
+    assert "media_corrupt" in outcomes
+
+
 def test_missing_and_empty_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "empty.jpg").touch()
     for name in ("nothing.jpg", "empty.jpg", "", "x" * 5000, "nul\0.jpg"):

@@ -162,6 +162,21 @@ def test_cut_files_are_corrupt(tmp_path: Path, eight_seconds: MediaPart) -> None
         assert caught.value.kind == "media_corrupt"
 
 
+def test_garbled_files_decode_or_are_bad_rows(tmp_path: Path) -> None:
+    part = steady(tmp_path / "a.mp4", 8, 8)
+    data = Path(part.path).read_bytes()
+    rng = np.random.default_rng(0)
+    outcomes = set()
+    for _ in range(80):
+        garbled = np.frombuffer(data, np.uint8).copy()
+        garbled[rng.integers(0, len(data), 3)] = rng.integers(0, 256, 3)
+        try:
+            outcomes.add(load(MediaPart(kind="video", bytes=garbled.tobytes())).frames.ndim)
+        except BadRow as error:
+            outcomes.add(error.kind)
+    assert {4, "media_corrupt"} <= outcomes
+
+
 def test_the_cameras_rotation_is_applied(tmp_path: Path) -> None:
     pixels = np.zeros((32, 64, 3), np.uint8)
     pixels[:16, :32] = 255   # bright in the upper left
