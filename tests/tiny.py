@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
+from transformers import PretrainedConfig, vision_utils
 
 from lmms_engine.datasets.batch import PackedBatch
 from lmms_engine.datasets.sample import Sample
@@ -29,8 +30,13 @@ def build(family: str, *, rmpad: bool = True) -> tuple[NextToken, list[Sample]]:
     return NextToken(model, spec, model.config, rmpad=rmpad), samples
 
 
-def pack(samples: Sequence[Sample], *, stand_ins: int = 0) -> PackedBatch:
-    """The samples as one flat sequence; the last `stand_ins` of them count as no row."""
+def pack(
+    samples: Sequence[Sample], *, stand_ins: int = 0, config: PretrainedConfig | None = None
+) -> PackedBatch:
+    """The samples as one flat sequence; the last `stand_ins` of them count as no row.
+
+    config: the model's, to bring what its tower needs to know of the grids; on a CPU it can see for itself.
+    """
     media = {
         key: torch.cat([s.media[key] for s in samples if key in s.media])
         for key in {key for s in samples for key in s.media}
@@ -42,8 +48,34 @@ def pack(samples: Sequence[Sample], *, stand_ins: int = 0) -> PackedBatch:
         labels=torch.cat([s.labels for s in samples]),
         loss_weights=torch.cat([s.loss_weights for s in samples]),
         media=media,
+        tower=tower_inputs(config.vision_config, media["image_grid_thw"]) if config and media else {},
         rows=tuple(s.row for s in samples[: len(samples) - stand_ins]),
     )
+
+
+def tower_inputs(vision: PretrainedConfig, grids: Tensor) -> dict[str, Tensor | int]:
+    """Boundaries and positions by the library's own functions, named as its models take them."""
+    merge = vision.spatial_merge_size
+    frames = vision_utils.get_vision_cu_seqlens(grids)
+    inputs = {
+        "image_cu_seqlens": frames,
+        "image_max_seqlen": int(frames.diff().max()),
+        "image_position_ids": vision_utils.get_vision_position_ids(grids, merge),
+    }
+    if hasattr(vision, "num_position_embeddings"):
+        side = int(vision.num_position_embeddings**0.5)
+        inputs["image_interp_indices"], inputs["image_interp_weights"] = (
+            vision_utils.get_vision_interpolation_indices_and_weights(
+                grids, num_grid_per_side=side, align_corners=True, spatial_merge_size=merge
+            )
+        )
+    if hasattr(vision, "window_size"):
+        order, edges = vision_utils.get_vision_window_index(
+            grids, merge, vision.window_size, vision.patch_size
+        )
+        inputs |= {"image_window_index": order, "image_cu_window_seqlens": edges}
+        inputs["image_max_window_seqlen"] = int(edges.diff().max())
+    return inputs
 
 
 def loss_and_gradients(

@@ -88,19 +88,6 @@ class FusedRMSNorm(nn.Module):
         )
 
 
-class FusedLayerNorm(nn.Module):
-    """LayerNorm by Liger's kernel, on the parameters of the module that it replaces."""
-
-    def __init__(self, norm: nn.LayerNorm) -> None:
-        super().__init__()
-        self.weight, self.bias, self.eps = norm.weight, norm.bias, norm.eps
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        from liger_kernel.ops import LigerLayerNormFunction
-
-        return LigerLayerNormFunction.apply(hidden_states, self.weight, self.bias, self.eps)
-
-
 def fused_silu_times(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up by Liger's kernel."""
     from liger_kernel.ops import LigerSiLUMulFunction
@@ -112,16 +99,13 @@ def _fused_mlp(mlp: nn.Module) -> nn.Module:
     return GatedMLP(mlp, extra=missing_columns(mlp), product=fused_silu_times)
 
 
-def _is_layer_norm(module: nn.Module) -> bool:
-    return type(module) is nn.LayerNorm and module.bias is not None and len(module.normalized_shape) == 1
-
-
 Recognise = Callable[[nn.Module], bool]
 Build = Callable[[nn.Module], nn.Module]
 
+# No LayerNorm: on an H200, [22968, 1024] in bf16, forward and backward took Liger 0.59 ms and torch 0.25 ms.
+# RMSNorm gains: 0.77 against 1.80 ms on [16384, 2560], 0.62 against 3.07 ms on 32 heads of 128.
 SWAPS: Registry[tuple[Recognise, Build]] = Registry("liger swap")
 SWAPS.register("rms_norm")((is_rms_norm, FusedRMSNorm))
-SWAPS.register("layer_norm")((_is_layer_norm, FusedLayerNorm))
 SWAPS.register("swiglu")((is_gated_silu_mlp, _fused_mlp))
 
 

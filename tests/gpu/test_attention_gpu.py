@@ -38,15 +38,11 @@ def run(backend: str, qkv: list[Tensor], segments: Segments, window: int | None)
 def test_backend_equals_float32(backend: str, shape: tuple[int, int, int], case: str) -> None:
     if reason := _unusable(backend, GPU, torch.bfloat16):
         pytest.skip(reason)
-    if backend == "flex" and shape[-1] in (72, 80):
-        pytest.skip("flex is for decoders; these are the towers' head dimensions")
     segments = Segments.from_lengths(LENGTHS, causal=case != "full").to(GPU)
     if case == "spans":
         spans = torch.full((sum(LENGTHS),), -1)
         spans[50:90], spans[510:700] = 0, 1
         segments = replace(segments, spans=spans.to(GPU))
-        if shape[-1] in (72, 80):
-            pytest.skip("spans run on flex")
     window = 64 if case == "window" else None
     qkv = tensors(*shape)
     expected = run("sdpa", [x.float() for x in qkv], segments, window)

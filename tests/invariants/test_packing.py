@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lmms_engine.datasets.processor import PROCESSORS
 from lmms_engine.datasets.sample import Sample
 from lmms_engine.models.spec import MODELS
 from tests.tiny import CPU, FAMILIES, assert_same_gradients, build, logits, loss_and_gradients, pack
@@ -190,3 +191,21 @@ def test_padding_is_known_by_length_not_by_id(family: str) -> None:
     padded, unfolded = loss_and_gradients(reference, [batch])
     assert flat == pytest.approx(padded, rel=1e-6)
     assert_same_gradients(gradients, unfolded)
+
+
+def test_tower_inputs_from_the_worker_change_nothing(family: str) -> None:
+    """The processor's boundaries and positions stand in for the tower's own, with no grid read any more."""
+    objective, samples = build(family)
+    config = objective.model.config
+    processor_class = PROCESSORS.get(family)
+    processor = processor_class.__new__(processor_class)   # no files: only what the grids are turned into
+    processor.merge, processor._config = config.vision_config.spatial_merge_size, config
+    batch = pack(samples)
+    told = replace(batch, tower=processor.tower_inputs(batch.media))
+    without, reference = loss_and_gradients(objective, [batch])
+    with_them, gradients = loss_and_gradients(objective, [told])
+    assert with_them == pytest.approx(without, rel=1e-6)
+    assert_same_gradients(gradients, reference)
+    turned = {**batch.media, "image_grid_thw": batch.media["image_grid_thw"][:, [0, 2, 1]]}
+    unread = replace(told, media=turned)
+    assert loss_and_gradients(objective, [unread])[0] == with_them
