@@ -78,6 +78,8 @@ class ToyDecoder(nn.Module):
         self.register_buffer("inv_freq", 1.0 / 10000 ** (torch.arange(DIM) / DIM), persistent=False)
 
     def forward(self, embeds: Tensor) -> Tensor:
+        # every token sees the mean of those before it, or else pictures would not reach the loss
+        embeds = embeds + embeds.cumsum(0) / torch.arange(1, len(embeds) + 1)[:, None]
         for layer in self.layers:
             embeds = layer(embeds, scale=self.inv_freq)
         return self.norm(embeds)
@@ -89,9 +91,10 @@ class ToyBody(nn.Module):
         self.visual = ToyTower(dropout)
         self.language_model = ToyDecoder(dropout)
 
-    def forward(self, ids: Tensor, pixels: Tensor) -> Tensor:
+    def forward(self, ids: Tensor, pixels: Tensor | None) -> Tensor:
         embeds = self.language_model.embed_tokens(ids)
-        embeds = embeds.masked_scatter((ids == PICTURE)[:, None], self.visual(pixels))
+        if pixels is not None:   # without a stand-in the tower is not called, as in library models
+            embeds = embeds.masked_scatter((ids == PICTURE)[:, None], self.visual(pixels))
         return self.language_model(embeds)
 
 
@@ -116,7 +119,7 @@ class ToyObjective(Objective):
         return {"ce": float(batch.loss_weights.sum(dtype=torch.float64))}
 
     def forward(self, batch: PackedBatch) -> dict[str, Tensor]:
-        hidden = self.model.model(batch.input_ids, batch.media["pixel_values"])
+        hidden = self.model.model(batch.input_ids, batch.media.get("pixel_values"))
         loss = F.cross_entropy(self.model.lm_head(hidden), batch.labels, ignore_index=-100, reduction="none")
         return {"ce": (loss * batch.loss_weights).sum()}
 

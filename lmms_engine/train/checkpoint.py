@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import shutil
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
@@ -228,7 +229,9 @@ def model_only_state(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
 def _read_whole(folder: Path, batch: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     if batch:
-        dcp.load(batch, checkpoint_id=folder, no_dist=True)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")   # that is what is meant
+            dcp.load(batch, checkpoint_id=folder, no_dist=True)
     for key, tensor in batch.items():
         yield key.removeprefix("model."), tensor
 
@@ -326,4 +329,5 @@ def _reason(error: BaseException) -> str:
             if isinstance(seen, OSError) and seen.strerror:
                 return f"{seen.strerror} ({seen.filename})" if seen.filename else seen.strerror
             seen = seen.__cause__ or seen.__context__
-    return str(causes[0] if causes else error).splitlines()[0] or type(error).__name__
+    cause = causes[0] if causes else error
+    return next((line for line in str(cause).splitlines() if line), type(cause).__name__)
