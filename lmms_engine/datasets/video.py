@@ -119,7 +119,7 @@ def _span(part: MediaPart, seconds: np.ndarray, end_of_file: float) -> np.ndarra
     first = max(int(np.searchsorted(seconds, start + 1e-6, side="right")) - 1, 0)
     keep = np.arange(len(seconds))[first:]
     keep = keep[seconds[keep] < end - 1e-6]
-    if start >= end_of_file or len(keep) == 0:
+    if len(keep) == 0 or start >= end_of_file > 0:   # a lone frame may state no duration
         lasts = f"the clip lasts {end_of_file:.3f} s"
         raise BadRow("media_span", f"no frame of {part.label} lies in {start}–{end} s; {lasts}")
     return keep

@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
 
+import av
 import numpy as np
 import pytest
 from PIL import Image
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
 from transformers.video_utils import VideoMetadata
 
-from data_prep.clips import write_clip
+from data_prep.clips import encoder, write_clip
 from lmms_engine.datasets.schema import MediaPart
 from lmms_engine.datasets.video import Clip, load_clip, num_frames, plan_clip, spread
 from lmms_engine.errors import BadRow
@@ -111,6 +112,13 @@ def test_seeking_finds_the_same_frames(eight_seconds: MediaPart) -> None:
     np.testing.assert_array_equal(sparse.frames, every.frames[indices])
 
 
+def test_a_lone_extracted_frame_needs_no_rate(tmp_path: Path) -> None:
+    part = frame_folder(tmp_path / "frames", 1, 1)
+    clip = load(part)
+    assert clip.times.tolist() == [0.0]
+    assert len(clip.frames) == 1
+
+
 def test_spread_never_repeats_a_frame() -> None:
     seconds = np.array([0.0, 5.0, 5.1, 5.2, 5.3, 10.0])
     for count in range(1, 8):
@@ -200,3 +208,15 @@ def test_sound_is_no_clip(tmp_path: Path) -> None:
         file.writeframes(bytes(1600))
     with pytest.raises(BadRow, match="no video stream"):
         plan_clip(MediaPart(kind="video", path=str(tmp_path / "a.wav")), fps=1, min_frames=4, max_frames=8)
+
+
+def test_a_file_of_one_frame(tmp_path: Path) -> None:
+    with av.open(str(tmp_path / "one.mp4"), "w") as container:
+        stream = container.add_stream(encoder(), rate=30)
+        stream.width = stream.height = 32
+        stream.pix_fmt = "yuv420p"
+        frame = av.VideoFrame.from_ndarray(np.full((32, 32, 3), 99, np.uint8), format="rgb24")
+        container.mux([*stream.encode(frame), *stream.encode(None)])
+    clip = load(MediaPart(kind="video", path=str(tmp_path / "one.mp4")))
+    assert clip.times.tolist() == [0.0]
+    assert clip.frames.shape == (1, 32, 32, 3)
