@@ -83,7 +83,7 @@ KERNELS = Inert(FLAG, "kernels are chosen by trainer_args.use_liger_kernel")
 VIDEO_PATCH = Inert((), later=True)
 RL = "reinforcement learning is not part of this engine"
 UNITS = Inert((0,), "units follow the model's layout")
-PROCESSOR_EXTRA = Refused("dataset_config.processor_config.extra_kwargs")
+PROCESSOR_EXTRA = Refused("use dataset_config.processor_config.extra_kwargs")
 DATA_SEED = Inert((42,), "trainer_args.seed decides the order of the data too")
 
 TOP: dict[str, Any] = {
@@ -124,7 +124,7 @@ MODEL: dict[str, Any] = {
     "overwrite_config": Inert(({},), "change the checkpoint's config.json, or give load_from_config"),
     "extra_kwargs": Inert(({},), "write model settings into load_from_config"),
     "monkey_patch_kwargs": Group(),
-    "load_with_custom_loader": Refused("model_config.load_from_pretrained_path"),
+    "load_with_custom_loader": Refused("use model_config.load_from_pretrained_path"),
 }
 
 MONKEY_PATCH: dict[str, Any] = {
@@ -187,7 +187,7 @@ DATASET: dict[str, Any] = {
     "frame_num": NOTHING,   # acts only with video_sampling_strategy: frame_num
     "video_backend": NOTHING,   # clips are decoded by PyAV, whichever reader is named
     "tokenizer": Inert((), "dataset_config.processor_config.processor_name"),
-    "test_max_samples": Refused("limit on an entry of dataset_config.eval_datasets"),
+    "test_max_samples": Refused("use limit on an entry of dataset_config.eval_datasets"),
 }
 
 ENTRY: dict[str, Any] = {
@@ -487,7 +487,7 @@ def _refuse(rule: Inert | Refused | Group, value: Any, here: str, problems: list
     if value is None:
         return
     if isinstance(rule, Refused):
-        problems.append(f"{here}={show(value)}: refused; use: {rule.use}")
+        problems.append(f"{here}={show(value)}: refused; {rule.use}")
     elif isinstance(rule, Group):
         problems.append(f"{here}={show(value)}: legal: null or a mapping")
     elif rule.legal is not ANY and not any(same(value, legal) for legal in rule.legal):

@@ -415,13 +415,13 @@ def _settle_entries(tree: dict[str, Any]) -> None:
     section = tree.get("dataset_config")
     if not isinstance(section, dict):
         return
-    form = section.get("dataset_format")
+    form, stored = section.get("dataset_format"), LEGAL_NOW["dataset_config.datasets.*.data_type"]
     for name, _ in DATASET_FILES:
         entries = section.get(name)
         for entry in entries if isinstance(entries, list) else ():
             if not isinstance(entry, dict) or not isinstance(entry.get("path"), str) or not entry["path"]:
                 continue
-            if form not in (None, "auto", "yaml") and entry.get("data_type") is None:
+            if form in stored and entry.get("data_type") is None:
                 entry["data_type"] = form
             if "://" in entry["path"] or entry.get("data_type") == "hf_dataset":
                 continue

@@ -63,7 +63,12 @@ class Schema:
     def _type_at(self, path: str) -> Any:
         found: Any = self.model
         for part in path.split(".") if path else ():
-            found = _item(found) if part == "*" else _plain(_fields(found)[part].annotation)
+            if part == "*":
+                found = _item(found)
+            elif get_origin(found) is dict:
+                found = get_args(found)[1]
+            else:
+                found = _plain(_fields(found)[part].annotation)
         return found
 
 

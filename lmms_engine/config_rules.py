@@ -11,6 +11,8 @@ from lmms_engine.registry import nearest
 if TYPE_CHECKING:
     from lmms_engine.config import Job, TrainerSection
 
+BUILT_IN = "vision_iterable"   # reads dataset_config.datasets; a registered dataset need not
+
 # What lr_scheduler_kwargs may hold; each a fraction of the peak rate or of the run.
 SCHEDULER_KWARGS: dict[str, tuple[str, ...]] = {
     "linear": ("min_lr_ratio",),
@@ -39,10 +41,11 @@ def contradictions(job: Job) -> list[tuple[tuple[str, ...], str]]:
         )
     if model.load_from_config is not None and not isinstance(model.load_from_config.get("model_type"), str):
         wrong(f"{config}: has no model_type (legal: {{model_type: name, config: {{…}}}}, or flat)", config)
-    if not dataset.datasets:
+    if not dataset.datasets and dataset.dataset_type == BUILT_IN:
         wrong(
             "dataset_config.datasets: no data; give datasets or dataset_path",
             "dataset_config.datasets",
+            "dataset_config.dataset_type",
             "dataset_config",
         )
     if dataset.filter_overlong != (dataset.overlong != "error"):
@@ -109,6 +112,8 @@ def _schedule_problems(trainer: TrainerSection) -> list[str]:
         for name, value in kwargs.items()
         if name in legal and not 0 <= value <= 1
     ]
+    if kwargs.get("decay_ratio") == 0:
+        problems.append(f"{path}.decay_ratio=0: not legal (legal: a number > 0)")
     if kind == "wsd" and not problems and trainer.warmup_ratio + kwargs.get("decay_ratio", 0.1) > 1:
         problems.append(
             f"{path}.decay_ratio={show(kwargs.get('decay_ratio', 0.1))}: together with "

@@ -19,10 +19,13 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
 from lmms_engine.config import Job, load_job
+from lmms_engine.config_rules import BUILT_IN
 from lmms_engine.errors import Terminated, UserError
 from lmms_engine.plugins import load_plugins
+from lmms_engine.registry import nearest
 
 USAGE, FAILED, INTERRUPTED = 2, 1, 130
 DESCRIPTION = "Train the model that a configuration describes. Finished runs say so; unfinished ones resume."
@@ -44,6 +47,7 @@ def main(argv: list[str] | None = None) -> int:
         if job.trainer.output_dir is None:
             job = job.with_output_dir(default_output_dir(configs))
         load_plugins(job)
+        check_dataset_type(job)
     except UserError as error:
         return _fail(f"error: {error}", USAGE, debug, quiet=rank != 0)
     except Exception as error:
@@ -94,6 +98,16 @@ def default_output_dir(configs: list[Path]) -> str:
     return f"runs/{first.parent.name}-{preset}"
 
 
+def check_dataset_type(job: Job) -> None:
+    """Stops on a `dataset_type` that nobody has registered. Plugins have been loaded."""
+    from lmms_engine.datasets import DATASETS
+
+    name, legal = job.dataset.dataset_type, [BUILT_IN, *DATASETS.names()]
+    if name not in legal:
+        hint = nearest(name, legal)
+        raise UserError(f"dataset_config.dataset_type={name}: not legal (legal: {', '.join(legal)}){hint}")
+
+
 def train(job: Job, *, is_main: bool, rank: int, debug: bool) -> None:
     """Joins the other ranks and trains. Everything heavy is imported here: the configuration is good."""
     from lmms_engine.parallel.mesh import build_mesh, leave_mesh
@@ -142,5 +156,16 @@ def _fail(message: str, code: int, debug: bool, *, quiet: bool = False) -> int:
     return code
 
 
+def _leave(code: int) -> NoReturn:
+    """Ends the process. After a failure at once: the collectives' threads are still waiting for other ranks,
+    and to take them down in order would hang or abort, with another exit code.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code:
+        os._exit(code)
+    sys.exit(0)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    _leave(main())
