@@ -29,11 +29,14 @@ MODEL = {
         "vision_end_token_id": 522,
         "tie_word_embeddings": True,
         "text_config": {
-            "vocab_size": 544, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+            "vocab_size": 544, "hidden_size": 32, "intermediate_size": 48,
+            "num_hidden_layers": 2,
             "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
             "max_position_embeddings": 2048,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 5000000.0, "mrope_section": [4, 2, 2],
-                                "mrope_interleaved": True},
+            "rope_parameters": {
+                "rope_type": "default", "rope_theta": 5000000.0, "mrope_section": [4, 2, 2],
+                "mrope_interleaved": True,
+            },
         },
         "vision_config": {
             "depth": 2, "hidden_size": 32, "intermediate_size": 40, "num_heads": 2, "out_hidden_size": 32,

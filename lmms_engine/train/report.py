@@ -43,18 +43,22 @@ summary { cursor: pointer; font-weight: 600 }
 """
 
 
-def write_report(run_dir: Path) -> Path:
-    """Writes `report.html` from what lies in the run folder; raises UserError if no step was logged."""
+def write_report(run_dir: Path, samples: list[Shown] | None = None) -> Path:
+    """Writes `report.html` from what lies in the run folder; raises UserError if no step was logged.
+
+    samples: rows to show; None reads the first ones from the run's data, which may take a while.
+    """
     rows = read_lines(run_dir / METRICS_FILE)
     if not any(row["split"] == "train" for row in rows):
         raise UserError(f"{run_dir}: no {METRICS_FILE} with training steps; is this a run folder?")
     config = read_yaml(run_dir / CONFIG_FILE)
     manifest = json.loads((run_dir / MANIFEST_FILE).read_text(encoding="utf-8"))
-    try:
-        samples = first_samples(config, NUM_SAMPLES)
-        missing = ""
-    except (UserError, OSError) as error:  # the data may be gone by now; the rest of the report still stands
-        samples, missing = [], f"not available: {error}"
+    missing = ""
+    if samples is None:
+        try:
+            samples = first_samples(config, NUM_SAMPLES)
+        except (UserError, OSError) as error:  # the data may be gone by now; the rest of the report stands
+            samples, missing = [], f"not available: {error}"
     path = run_dir / REPORT_FILE
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(render(run_dir.name, rows, config, manifest, samples, missing), encoding="utf-8")
@@ -82,7 +86,7 @@ def render(
 <h1>{html.escape(title)}</h1>
 {_table(summary(train, held_out))}
 <h2>Curves</h2><div class="curves">{curves}</div>
-<h2>Samples</h2><p>The first rows of the training data as the model sees them; supervised text is marked.</p>
+<h2>Samples</h2><p>Rows of the training data as the model sees them; supervised text is marked.</p>
 {shown}
 <h2>Origin</h2>{_table(flatten(origin))}
 <details><summary>Packages</summary>{_table(manifest.get("packages", {}))}</details>

@@ -40,7 +40,8 @@ from lmms_engine.train.metrics import (
     peak_memory_gb,
 )
 from lmms_engine.train.parallelize import build_model
-from lmms_engine.train.report import write_report
+from lmms_engine.train.report import NUM_SAMPLES, write_report
+from lmms_engine.train.samples import Shown, show
 from lmms_engine.train.seed import derive, generator
 from lmms_engine.train.step import train_step
 from lmms_engine.train.tracker import RunInfo, Trackers
@@ -76,6 +77,7 @@ class TrainRunner:
         self._saved_step = 0
         self._stop_asked = False
         self._idle_epochs = 0
+        self._shown: list[Shown] | None = None
 
     def build(self) -> TrainRunner:
         """Makes everything a run needs; after it `run` can start. Builds nothing for a finished run."""
@@ -106,11 +108,15 @@ class TrainRunner:
                 clock = StepClock(self.mesh.device)
                 window = self._next_window()
                 done = self._train(window, clock) if window.micros else not self._next_epoch()
+                if self._shown is None and window.own and self.mesh.is_main:
+                    self._shown = show(self.loader, window.own, NUM_SAMPLES)   # for the report
                 if window.stop and not done:
                     self._leave()
             self._save()
         if self.mesh.is_main:
-            write_report(self.run_dir)
+            write_report(self.run_dir, self._shown)
+        for loader in (self.loader, *self.eval_loaders.values()):
+            loader.close()
         self.mesh.barrier()
         log.info("finished at step %d (%s)", self.step, self.run_dir)
 
@@ -225,9 +231,11 @@ class TrainRunner:
         self.progress.note(describe(row, self.job.trainer.max_steps))
 
     def _save(self) -> None:
-        """Writes the checkpoint of this step, unless there is one. Collective."""
+        """Writes the rows up to this step and its checkpoint, unless they are there. Collective."""
         if self._saved_step == self.step:
             return
+        if self.recorder.pending:
+            self._log()
         states = self.mesh.gather(self.loader.state_dict())
         extra = {
             "epoch": self._epoch(),
@@ -241,8 +249,6 @@ class TrainRunner:
 
     def _leave(self) -> None:
         """Saves and ends the process as SIGTERM asks."""
-        if self.recorder.pending:
-            self._log()
         self._save()
         log.info("terminated: saved step %d, run again to go on", self.step)
         raise Terminated

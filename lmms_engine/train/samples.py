@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from lmms_engine.config import Job
 from lmms_engine.datasets.batch import PackedBatch
+from lmms_engine.datasets.loader import Loader
 from lmms_engine.datasets.media import load_picture
 from lmms_engine.datasets.schema import parse_row
-from lmms_engine.datasets.sources import Source, open_sources
+from lmms_engine.datasets.sources import Source
 from lmms_engine.errors import BadRow
 from lmms_engine.segments import RowRef
 from lmms_engine.train.data import build_loader
@@ -32,21 +33,24 @@ class Shown:
 
 
 def first_samples(config: dict[str, Any], count: int) -> list[Shown]:
-    """The first rows that rank 0 of a run with this config trains on."""
+    """The first rows that rank 0 of a run with this config trains on. Opens the data anew."""
     job = Job.from_dict(config)
     job = job.model_copy(update={"trainer": job.trainer.model_copy(update={"dataloader_num_workers": 0})})
-    sources = open_sources(job.dataset, "train")
     loader = build_loader(job, 0, 1)
-    tokenizer = loader.processor.tokenizer
-    shown: list[Shown] = []
     try:
-        while len(shown) < count and (micros := loader.next_step()):
-            for batch in micros:
-                for index, row in enumerate(batch.rows[: count - len(shown)]):
-                    shown.append(Shown(row, text_runs(batch, index, tokenizer), thumbnails(sources, row)))
+        return show(loader, loader.next_step(), count)
     finally:
         loader.close()
-    return shown
+
+
+def show(loader: Loader, micros: list[PackedBatch], count: int) -> list[Shown]:
+    """Up to `count` rows of batches that the loader gave."""
+    tokenizer = loader.processor.tokenizer
+    rows = [(batch, index, row) for batch in micros for index, row in enumerate(batch.rows)]
+    return [
+        Shown(row, text_runs(batch, index, tokenizer), thumbnails(loader.sources, row))
+        for batch, index, row in rows[:count]
+    ]
 
 
 def text_runs(batch: PackedBatch, index: int, tokenizer: Any) -> list[tuple[str, bool]]:
@@ -89,7 +93,7 @@ def _repeats(ids: list[int]) -> Iterator[tuple[int, int]]:
         at = stop
 
 
-def thumbnails(sources: list[Source], row: RowRef) -> list[str]:
+def thumbnails(sources: Sequence[Source], row: RowRef) -> list[str]:
     """Small JPEGs of a row's pictures, base64; clips and unreadable pictures have none."""
     source = next(source for source in sources if source.name == row.source)
     raw = source.read(row.shard, row.row)

@@ -18,8 +18,8 @@ def _manifest(**changes) -> dict:
         device=torch.device("cpu"), world_size=2, dp_size=2, gather=lambda value: [value, value]
     )
     given = {
-        "mesh": mesh, "config_yaml": "a: 1\n", "seed": 3, "data_fingerprint": "d", "processor_fingerprint": "p",
-        "plugins": {"my.py": "abc"},
+        "mesh": mesh, "config_yaml": "a: 1\n", "seed": 3, "plugins": {"my.py": "abc"},
+        "data_fingerprint": "d", "processor_fingerprint": "p",
     }  # fmt: skip
     return build_manifest(**{**given, **changes})
 

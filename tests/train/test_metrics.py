@@ -32,8 +32,9 @@ from lmms_engine.train.step import StepStats
 
 CPU = torch.device("cpu")
 SPEC_KEYS = [
-    "step", "split", "loss", "loss_terms", "grad_norm", "lr", "supervised_tokens", "tokens", "samples", "skipped",
-    "step_s", "data_s", "tokens_per_s", "mfu", "mfu_conventional", "peak_gb", "epoch", "source_loss",
+    "step", "split", "loss", "loss_terms", "grad_norm", "lr", "supervised_tokens", "tokens", "samples",
+    "skipped", "step_s", "data_s", "tokens_per_s", "mfu", "mfu_conventional", "peak_gb", "epoch",
+    "source_loss",
 ]  # fmt: skip
 
 

@@ -18,9 +18,9 @@ from lmms_engine.train.samples import Shown
 
 def _train(step: int, **values) -> dict:
     base = {
-        "loss": 5.0 - step, "grad_norm": 1.0, "lr": {"decay": 0.1 * step, "no_decay": 0.1 * step}, "tokens": 100,
-        "supervised_tokens": 10, "samples": 2, "skipped": 1, "step_s": 2.0, "data_s": 0.1, "tokens_per_s": 50.0,
-        "peak_gb": 0.5 * step, "epoch": step / 4,
+        "loss": 5.0 - step, "grad_norm": 1.0, "lr": {"decay": 0.1 * step, "no_decay": 0.1 * step},
+        "tokens": 100, "supervised_tokens": 10, "samples": 2, "skipped": 1, "step_s": 2.0, "data_s": 0.1,
+        "tokens_per_s": 50.0, "peak_gb": 0.5 * step, "epoch": step / 4,
     }  # fmt: skip
     return make_row(step=step, split="train", **{**base, **values})
 
@@ -46,8 +46,12 @@ class _Links(HTMLParser):
 
 
 def _page(**changes) -> str:
-    values = {"rows": [*TRAIN, *EVAL], "config": {"trainer_args": {"seed": 7}}, "manifest": {"seed": 7, "packages": {}},
-              "samples": [SAMPLE]}  # fmt: skip
+    values = {
+        "rows": [*TRAIN, *EVAL],
+        "config": {"trainer_args": {"seed": 7}},
+        "manifest": {"seed": 7, "packages": {}},
+        "samples": [SAMPLE],
+    }
     return render("my <run>", **{**values, **changes})
 
 
