@@ -57,7 +57,7 @@ MARKS = {
 
 
 def model_config(size: str, *, cut: int | None = None) -> dict:
-    """The `load_from_config` mapping of a real size; `cut` keeps that many decoder layers and vision blocks."""
+    """The `load_from_config` mapping of a real size; `cut`: so many decoder layers and vision blocks."""
     config = json.loads(json.dumps(SIZES[size])) | MARKS
     if cut is not None:
         config["text_config"]["num_hidden_layers"] = cut
@@ -77,7 +77,7 @@ def write_chats(folder: Path, *, rows: int, seed: int = 0, pixels: tuple[int, in
     rng = random.Random(seed)
     noise = np.random.default_rng(seed)
     (folder / "images").mkdir(parents=True, exist_ok=True)
-    words = "red green blue circle square left right above below one two three large small near far".split()
+    words = ["red", "green", "circle", "square", "left", "right", "above", "one", "two", "large", "near"]
     lines = []
     for i in range(rows):
         width, height = rng.randint(*pixels), rng.randint(*pixels)
