@@ -83,7 +83,7 @@ KERNELS = Inert(FLAG, "kernels are chosen by trainer_args.use_liger_kernel")
 VIDEO_PATCH = Inert((), later=True)
 RL = "reinforcement learning is not part of this engine"
 UNITS = Inert((0,), "units follow the model's layout")
-PROCESSOR_EXTRA = Refused("use dataset_config.processor_config.extra_kwargs")
+EXTRA = "dataset_config.processor_config.extra_kwargs"
 DATA_SEED = Inert((42,), "trainer_args.seed decides the order of the data too")
 
 TOP: dict[str, Any] = {
@@ -177,16 +177,16 @@ DATASET: dict[str, Any] = {
     "max_skip_fraction": Kept(),
     "num_logical_shards": Kept(),
     "mixture_stop": Kept(),
-    "video_min_pixels": Alias("dataset_config.processor_config.extra_kwargs.video_min_pixels"),
+    "video_min_pixels": Alias(f"{EXTRA}.video_min_pixels"),
     "data_seed": DATA_SEED,
-    "extra_kwargs": Inert(({},), "dataset_config.processor_config.extra_kwargs"),
+    "extra_kwargs": Inert(({},), f"use {EXTRA}"),
     "object_storage": Inert(("none",), later=True),
     "bucket_name": NOTHING,   # acts only with object_storage
     "filter_overlong_workers": NOTHING,   # lengths are known when a row is read: there is no filter pass
     "video_sampling_strategy": Inert(("fps",), later=True),
     "frame_num": NOTHING,   # acts only with video_sampling_strategy: frame_num
     "video_backend": NOTHING,   # clips are decoded by PyAV, whichever reader is named
-    "tokenizer": Inert((), "dataset_config.processor_config.processor_name"),
+    "tokenizer": Inert((), "use dataset_config.processor_config.processor_name"),
     "test_max_samples": Refused("use limit on an entry of dataset_config.eval_datasets"),
 }
 
@@ -210,8 +210,11 @@ PROCESSOR: dict[str, Any] = {
     ),
     "processor_name": Kept({"": None}),
     "extra_kwargs": Kept(),
-    "kwargs": Alias("dataset_config.processor_config.extra_kwargs"),
-    **dict.fromkeys(("do_resize", "size", "do_normalize", "image_mean", "image_std"), PROCESSOR_EXTRA),
+    "kwargs": Alias(EXTRA),
+    **{
+        key: Alias(f"{EXTRA}.{key}")
+        for key in ("do_resize", "size", "do_normalize", "image_mean", "image_std")
+    },
 }
 
 FSDP: dict[str, Any] = {
@@ -513,7 +516,11 @@ def _put(ours: dict[str, Any], inside: str, value: Any, here: str, to: str, prob
         ours[folder] = dict(below or {})
         ours = ours[folder]
     given = ours.get(leaf)
-    if given is not None and not same(given, value):
+    if isinstance(given, dict) and isinstance(value, dict):
+        ours[leaf] = dict(given)
+        for key, inner in value.items():
+            _put(ours[leaf], key, inner, f"{here}.{key}", f"{to}.{key}", problems)
+    elif given is not None and not same(given, value):
         problems.append(f"{here}={show(value)}: contradicts {to}={show(given)}, which means the same")
     else:
         ours[leaf] = value

@@ -437,7 +437,8 @@ LATER = {
       dataset_path: rows.jsonl
       video_sampling_strategy: frame_num
       frame_num: 49
-      processor_config: {processor_type: wanvideo, kwargs: {do_resize: true, image_mean: [0.5, 0.5, 0.5]}}
+      processor_config: {processor_type: wanvideo, do_resize: true, size: {height: 8, width: 8},
+        kwargs: {do_normalize: true, image_mean: [0.5, 0.5, 0.5]}}
     model_config: {load_from_config: {model_type: wanvideo, config: {dit_hidden_size: 64, dit_eps: 1.0e-6}}}
     num_train_epochs: 10000
     tf32: true
@@ -568,6 +569,12 @@ class TestRefusals:
         }
         extra = Job.from_dict(content).dataset.processor_config.extra_kwargs
         assert extra == {"a": 1, "video_min_pixels": 3136}
+
+    def test_processor_settings_go_to_the_processor(self) -> None:
+        content = tree()
+        content["dataset_config"]["processor_config"] = {"do_resize": False, "kwargs": {"size": 8}}
+        extra = Job.from_dict(content).dataset.processor_config.extra_kwargs
+        assert extra == {"size": 8, "do_resize": False}
 
 
 @pytest.mark.parametrize(
