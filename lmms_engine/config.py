@@ -380,6 +380,7 @@ def _read_dataset_file(
         return path, path
     if not isinstance(file, str) or not file:
         problems.append(f"dataset_config.{key}={show(file)}: not legal (legal: the path of a file)")
+        section[name] = section.get(name) or [{"path": "?"}]   # so that "no data" is not reported too
         return path, path
     if section.get(name):
         problems.append(f"dataset_config.{key}={show(file)}: give either {key} or {name}")

@@ -134,6 +134,8 @@ def _word(schema: Schema, error: Any, origins: Mapping[str, str]) -> str:
     path = ".".join(map(str, loc))
     called = _called(path, origins)
     pattern = ".".join("*" if isinstance(part, int) else str(part) for part in loc)
+    if error["type"] == "invalid_key" or loc[-1] == "[key]":
+        return f"{called.removesuffix('.[key]')}: not legal as a key (legal: text)"
     if error["type"] == "extra_forbidden":
         return f"{called}={show(error['input'])}: {_unknown(schema, pattern)}"
     legal = schema.legal(pattern)
@@ -232,7 +234,8 @@ def _describe(kind: Any, constraints: Iterable[Any] = ()) -> str:
         return "a list of mappings" if _is_section(_plain(item)) else f"a list of {_describe(item)}"
     if _is_section(kind):
         return f"a mapping with the keys {', '.join(_fields(kind))}"
-    return WORDS.get(get_origin(kind) or kind, "anything") + _bounds(constraints)
+    word = WORDS.get(get_origin(kind) or kind, "anything")
+    return word + (" that is not empty" if kind is str and list(constraints) else _bounds(constraints))
 
 
 def _bounds(constraints: Iterable[Any]) -> str:

@@ -407,7 +407,7 @@ class TestNumbersAndKeys:
                 "trainer_args",
                 "freeze_modules",
                 "visual",
-                "trainer_args.freeze_modules=visual: not legal (legal: a list of text)",
+                "trainer_args.freeze_modules=visual: not legal (legal: a list of text",
             ),
             (
                 "trainer_args",
@@ -463,6 +463,22 @@ class TestNumbersAndKeys:
         assert (
             "(legal: transformer_layer_cls_to_wrap, reshard_after_forward, activation_checkpointing, " in line
         )
+
+    @pytest.mark.parametrize(
+        ("sections", "expected"),
+        [
+            ({"trainer_args": {1: 2}}, "trainer_args.1: not legal as a key"),
+            ({"trainer_args": {"lr_scheduler_kwargs": {1: 0.1}}}, "trainer_args.lr_scheduler_kwargs.1: "),
+            ({"trainer_args": [1]}, "trainer_args=[1]: not legal (legal: a mapping with the keys output_dir"),
+            ({"dataset_config": {"datasets": [None]}}, "dataset_config.datasets.0=null: not legal"),
+            ({"dataset_config": {"datasets": [{"path": ""}]}}, 'dataset_config.datasets.0.path="": not'),
+            ({"dataset_config": {"datasets": None, "dataset_path": 3}}, "dataset_config.dataset_path=3: not"),
+            ({"plugins": [3]}, "plugins.0=3: not legal (legal: text that is not empty)"),
+            ({"trainer_args": {"gradient_checkpointing": True, "fsdp_config": 3}}, "trainer_args.fsdp"),
+        ],
+    )
+    def test_odd_shapes(self, sections: dict[str, Any], expected: str) -> None:
+        assert problem(base(**sections)).startswith(expected)
 
     def test_top_level(self) -> None:
         assert problem({**BASE, "seed": 1}) == "seed=1: unknown key here; it belongs at trainer_args.seed"
