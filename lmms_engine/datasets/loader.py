@@ -14,6 +14,7 @@ prepared ahead is not in it. The state is kept by shard and can be loaded by ano
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import json
 import os
@@ -22,6 +23,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
     from lmms_engine.datasets.processor import Processor
 
 STATE_VERSION = 1
+GRACE_SECONDS = 30             # that a worker lives on after SIGTERM
 PREFETCH_PACKS = 2  # per worker
 EVAL_ROWS_PER_SHARD = 64  # evaluation uses few shards, so that its packs are full
 EVAL_SHARDS_PER_RANK = 8
@@ -74,6 +77,7 @@ class Loader:
         self._max_skip_fraction = dataset.max_skip_fraction
         self._packs_per_micro = trainer.per_device_train_batch_size
         self._micros_per_step = trainer.gradient_accumulation_steps
+        self._split = split
         self._pin_memory = pin_memory
         self._start_method = start_method
         self._processor_fn = processor_fn
@@ -92,7 +96,7 @@ class Loader:
         self.epoch = 0
         self._states = {shard: Position().state() for shard in self._shards}
         self._skipped: list[SkipRecord] = []
-        self._feeds: dict[int, Iterator[_Item]] | None = None  # shard -> where its packs come from
+        self._feeds: dict[int, Iterator[_Item]] = {}  # shard -> where its packs come from
         if self.rows_per_epoch is None and trainer.max_steps is None:
             raise UserError(
                 f"dataset '{dataset.dataset_type}' has no `__len__`: set trainer_args.max_steps"
@@ -113,6 +117,8 @@ class Loader:
         left = [shard for shard, state in self._states.items() if not state["ended"]]
         if left:
             raise RuntimeError(f"epoch {self.epoch} is not over: logical shards {left} have rows left")
+        if self._split == "eval":
+            self.close()    # else workers would hold the first packs of a pass that may come hours later
         self.epoch += 1
         fresh = {"epoch": self.epoch, "taken": 0, "packs": 0, "ended": False}
         self._states = {shard: {**state, **fresh} for shard, state in self._states.items()}
@@ -125,6 +131,11 @@ class Loader:
     def processor(self) -> Processor:
         """This process's own processor."""
         return self._processor_fn()
+
+    @property
+    def sources(self) -> Sequence[Source]:
+        """The open sources, to look a row up by its address."""
+        return self._sources
 
     def _next_micro(self) -> PackedBatch | None:
         packs: list[PackedBatch] = []
@@ -152,8 +163,8 @@ class Loader:
                 return item.batch
 
     def _pull(self, shard: int) -> _Item:
-        if self._feeds is None:
-            self._feeds = self._start()
+        if not self._feeds:
+            self._feeds.update(self._start())
         try:
             item = next(self._feeds[shard])
         except RuntimeError as error:
@@ -172,6 +183,10 @@ class Loader:
         if not self._num_workers:
             feed = iter(_Feed(replace(self._plan, processor_fn=lambda: self.processor), self._states))
             return dict.fromkeys(self._shards, feed)
+        # Workers do not obey SIGTERM at once, so a process that ends without `close` must end them: `atexit`
+        # runs in a plain process, `Finalize` in one made by multiprocessing.
+        atexit.register(self._feeds.clear)
+        Finalize(None, self._feeds.clear, exitpriority=100)
         feeds: dict[int, Iterator[_Item]] = {}
         for worker in range(self._num_workers):
             own = {shard: self._states[shard] for shard in self._shards[worker :: self._num_workers]}
@@ -191,7 +206,7 @@ class Loader:
 
     def close(self) -> None:
         """Ends the worker processes; the next batch would start them anew from the present state."""
-        self._feeds = None  # torch's iterators end their workers when they are no longer referred to
+        self._feeds.clear()  # torch's iterators end their workers when nothing refers to them
 
     # Figures -----------------------------------------------------------------------------------------
 
@@ -319,10 +334,10 @@ class _Feed(IterableDataset):
 
     def __iter__(self) -> Iterator[_Item | _Failure]:
         if get_worker_info() is not None:
-            # Ctrl-C and SLURM signal the whole group; the main process then still saves, and ends the
-            # workers.
+            # Ctrl-C and SLURM signal the whole group. The main process then wants to save in peace, which a
+            # dead worker would disturb: workers stay a while, until `close` or the process's end stops them.
             signal.signal(signal.SIGINT, signal.SIG_IGN)
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            signal.signal(signal.SIGTERM, lambda *_: signal.alarm(GRACE_SECONDS))
             os.environ["TOKENIZERS_PARALLELISM"] = "false"  # forked after use: would deadlock or warn
             torch.set_num_threads(1)
         try:
@@ -394,7 +409,7 @@ def _packer(dataset: DatasetSection, num_shards: int) -> Callable[[], Packer]:
 
 def _row_policy(dataset: DatasetSection) -> RowPolicy:
     limit, name = dataset.max_length, "dataset_config.max_length"
-    if dataset.packing and (limit is None or limit > dataset.packing_length):
+    if limit is None or (dataset.packing and limit > dataset.packing_length):
         limit, name = dataset.packing_length, "dataset_config.packing_length"
     return RowPolicy(dataset.on_bad_row, dataset.overlong, limit, name)
 

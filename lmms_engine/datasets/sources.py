@@ -101,7 +101,8 @@ def open_source(entry: DatasetEntry, default_format: str = "auto", name: str | N
     opened = _OPENERS[kind]([Path(file) for file in files])
     folder = None if base is None else base / entry.data_folder
     source = opened.located(name or display_name(path), folder, entry)
-    if not source.num_rows:
+    blank = all(os.path.getsize(file) < HEAD_BYTES and not _first_character(file) for file in files)
+    if not source.num_rows or (blank and kind in ("json", "jsonl")):
         raise UserError(f"dataset '{entry.path}' is empty: {len(files)} file(s) without a row")
     return source
 

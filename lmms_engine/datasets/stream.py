@@ -30,20 +30,18 @@ REPORT_ROWS = 64  # a shard that gives no pack for this many rows reports its sk
 class RowPolicy:
     """What is done with rows that are bad or too long.
 
-    limit: most tokens of a row, None for no limit. Too long after the processor: dropped and counted, or
-    an error.
+    A row that is too long after the processor is dropped and counted, or is an error.
     """
 
     on_bad_row: Literal["stop", "skip"]
     overlong: Literal["drop", "error", "truncate"]
-    limit: int | None
-    limit_name: str = "max_length"
+    limit: int          # most tokens of a row
+    limit_name: str     # the setting it comes from
 
 
 @dataclass(frozen=True)
 class Turn:
-    """What a shard gives at its turn. `samples` None: no pack this time; `state["ended"]` says if for
-    this epoch."""
+    """What a shard gives at its turn. Without samples: a report, or, if `state["ended"]`, the epoch's end."""
 
     shard: int
     samples: list[Sample] | None
@@ -281,9 +279,8 @@ class ShardStream:
         except Exception as error:  # a fault in a processor or in the user's own dataset: say at which row
             place = source.place(at.shard, at.row)
             raise UserError(f"{address(ref, place)}: {one_line(error)}") from error
-        limit = self._policy.limit
-        if limit is not None and len(sample) > limit:
-            reason = f"{len(sample)} tokens, more than {self._policy.limit_name}={limit}"
+        if len(sample) > self._policy.limit:
+            reason = f"{len(sample)} tokens, more than {self._policy.limit_name}={self._policy.limit}"
             return self._too_long(ref, source.place(at.shard, at.row), reason)
         return sample
 
