@@ -16,7 +16,6 @@ import functools
 import importlib.util
 import itertools
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -26,6 +25,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from lmms_engine.errors import UserError
+from lmms_engine.kernels.flex import flex_attend
 from lmms_engine.kernels.varlen import varlen_attention
 from lmms_engine.registry import Registry
 from lmms_engine.segments import Segments
@@ -195,71 +195,7 @@ def _dense_mask(segments: Segments, index_NL: Tensor, window: int | None) -> Ten
     return (seen | same_span)[:, None]
 
 
-@ATTENTION.register("flex")
-def _flex(q_THD, k_THD, v_THD, segments, *, scale, window):
-    """torch's flex attention over a block mask; without gradients on the CPU."""
-    tokens = q_THD.shape[0]
-    padded = -(-tokens // _FLEX_GRID) * _FLEX_GRID   # fewer shapes to compile for
-    q, k, v = (
-        F.pad(x, (0, 0, 0, 0, 0, padded - tokens)).transpose(0, 1)[None] for x in (q_THD, k_THD, v_THD)
-    )
-    mask = _block_mask(segments, tokens, padded, window)
-    flex_attention = _flex_functions(q.is_cuda)[0]
-    out_1HTD = flex_attention(q, k, v, block_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
-    return out_1HTD[0].transpose(0, 1)[:tokens]
-
-
-_FLEX_GRID = 128
-
-
-@functools.cache
-def _flex_functions(compiled: bool) -> tuple[Callable, Callable]:
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    if not compiled:   # eager flex builds [T, T] scores: for tests on the CPU
-        return flex_attention, create_block_mask
-    return torch.compile(flex_attention, dynamic=True), torch.compile(create_block_mask, dynamic=True)
-
-
-class _Recent:
-    """The last few block masks: a layer needs the mask of the layer before, and building one is dear."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._entries: list[tuple[tuple[Any, ...], Any]] = []
-
-    def get(self, key: tuple[Any, ...], build: Callable[[], Any]) -> Any:
-        for known, value in self._entries:
-            if all(a is b if isinstance(a, Tensor) else a == b for a, b in zip(known, key, strict=True)):
-                return value
-        value = build()
-        self._entries = [*self._entries[1 - self._size:], (key, value)]
-        return value
-
-
-_MASKS = _Recent(size=4)   # holds its keys, so an identity is never reused while it counts
-
-
-def _block_mask(segments: Segments, tokens: int, padded: int, window: int | None):
-    def build():
-        cu_seqlens = segments.cu_seqlens
-        ids = torch.arange(segments.num_segments, device=cu_seqlens.device)
-        segment = ids.repeat_interleave(cu_seqlens.diff().long(), output_size=tokens)
-        segment = F.pad(segment, (0, padded - tokens), value=-1)   # padding sees padding only
-        spans = segments.spans
-        no_span = torch.full_like(segment, -1)
-        spans = no_span if spans is None else F.pad(spans, (0, padded - tokens), value=-1)
-        causal, reach = segments.causal, window or padded
-
-        def visible(batch, head, query, key):
-            ordered = (query >= key) & (query - key < reach) if causal else query >= 0
-            together = (spans[query] == spans[key]) & (spans[query] >= 0)
-            return (segment[query] == segment[key]) & (ordered | together)
-
-        create_block_mask = _flex_functions(cu_seqlens.is_cuda)[1]
-        return create_block_mask(visible, None, None, padded, padded, device=cu_seqlens.device)
-
-    return _MASKS.get((segments.cu_seqlens, segments.spans, segments.causal, padded, window), build)
+ATTENTION.register("flex")(flex_attend)
 
 
 # ---- doors for transformers models -------------------------------------------------------------------
