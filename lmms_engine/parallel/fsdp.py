@@ -21,15 +21,10 @@ from lmms_engine.parallel.mesh import Mesh
 
 @dataclass(frozen=True)
 class Unit:
-    """Modules whose parameters are gathered together, for one call of the first until the last has run.
-
-    cast_inputs: floating-point inputs are cast to the compute dtype. Only right where the inputs are data
-    (pixels); elsewhere it would round rotary tables and loss weights.
-    """
+    """Modules whose parameters are gathered together, from the call of the first until the last has run."""
 
     name: str
     modules: tuple[nn.Module, ...]
-    cast_inputs: bool = False
 
 
 def tied_names(model: nn.Module) -> list[list[str]]:
@@ -45,16 +40,17 @@ def apply_fsdp(
 ) -> None:
     """Shards `root`: the units, inner ones first, then what is left as the root's own unit.
 
-    bf16: compute in bfloat16 from float32 masters, gradients reduced in float32.
+    bf16: compute in bfloat16 from float32 masters, gradients reduced in float32. Inputs are not cast: that
+    would round rotary tables, interpolation and loss weights; the models cast their pixels themselves.
     Modules that share a parameter must be in one unit: in two, the tie would break without a word.
     """
     ties = tied_names(root)
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16 if bf16 else None,
+        reduce_dtype=torch.float32 if bf16 else None,
+        cast_forward_inputs=False,
+    )
     for unit in [*units, Unit("root", (root,))]:
-        policy = MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16 if bf16 else None,
-            reduce_dtype=torch.float32 if bf16 else None,
-            cast_forward_inputs=unit.cast_inputs,
-        )
         target = unit.modules[0] if len(unit.modules) == 1 else list(unit.modules)
         fully_shard(target, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=reshard_after_forward)
     for module in root.modules():

@@ -105,8 +105,7 @@ def plan_units(
     Inner units come first. A head tied to the embedding shares its unit.
     """
     units = [Unit(name, (block,)) for name, block in blocks.items()]
-    # towers get pixels or sound in float32; blocks get rotary tables, which must not be rounded
-    units += [Unit(name, (tower,), cast_inputs=True) for name, tower in encoders.items()]
+    units += [Unit(name, (tower,)) for name, tower in encoders.items()]
     embed, norm, head = (model.get_submodule(path) for path in (layout.embed, layout.norm, layout.head))
     if {id(p) for p in embed.parameters()} & {id(p) for p in head.parameters()}:
         units.append(Unit(f"{layout.embed}, {layout.norm}, {layout.head} (tied)", (embed, norm, head)))

@@ -83,7 +83,7 @@ def test_every_parameter_is_in_one_unit(tied):
     blocks = {f"block {i}": block for i, block in enumerate(both)}
     units = plan_units(model, toy.LAYOUT, blocks, {"model.visual": model.model.visual})
     assert [len(unit.modules) for unit in units] == [1, 1, 1, 1, 1, *([3] if tied else [1, 2])]
-    assert [unit.cast_inputs for unit in units].index(True) == 4   # the tower, after its blocks
+    assert [unit.name for unit in units].index("model.visual") == 4   # the tower, after its blocks
 
 
 def test_wrapped_classes_must_be_the_layouts():
