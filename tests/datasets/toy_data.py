@@ -21,7 +21,7 @@ from lmms_engine.datasets.schema import MediaPart, Row
 from lmms_engine.errors import BadRow
 from lmms_engine.segments import RowRef
 
-PICTURE = 256   # the placeholder's token id, after the 256 bytes
+PICTURE = 256  # the placeholder's token id, after the 256 bytes
 
 
 class ByteProcessor:
@@ -78,7 +78,8 @@ def _sample(ref: RowRef, ids: list[int], supervised: list[bool], pixels: list[Te
     weights = [*map(float, supervised[1:]), 0.0]
     media = {}
     if pixels:
-        media = {"pixel_values": torch.cat(pixels), "image_grid_thw": torch.ones(len(pixels), 3, dtype=torch.int64)}
+        grids = torch.ones(len(pixels), 3, dtype=torch.int64)
+        media = {"pixel_values": torch.cat(pixels), "image_grid_thw": grids}
     return Sample(
         row=ref,
         input_ids=torch.tensor(ids),
@@ -114,7 +115,8 @@ def make_job(datasets: list[dict[str, Any]] | Path, *, eval_datasets: Any = (), 
         datasets = [{"path": str(datasets)}]
     trainer_keys = set(Job.model_fields["trainer"].annotation.model_fields)
     trainer = {"dataloader_num_workers": 0, **{k: v for k, v in keys.items() if k in trainer_keys}}
-    dataset = {"packing_length": 64, "num_logical_shards": 4, **{k: v for k, v in keys.items() if k not in trainer_keys}}
+    dataset = {"packing_length": 64, "num_logical_shards": 4}
+    dataset |= {key: value for key, value in keys.items() if key not in trainer_keys}
     return Job.from_dict(
         {
             "model_config": {"load_from_config": {"model_type": "qwen3_vl"}},
