@@ -48,7 +48,10 @@ class LossHead(nn.Linear):
             uniform = bool((weights == 1).all())
         if self.fused:
             return _fused(hidden, self.weight, self.bias, labels, None if uniform else weights)
-        return _ChunkedLoss.apply(hidden, self.weight, self.bias, labels, weights)
+        parts = (hidden, self.weight, self.bias)
+        if not torch.is_grad_enabled():   # a Function hears what could have gradients, not if any are wanted
+            parts = tuple(None if part is None else part.detach() for part in parts)
+        return _ChunkedLoss.apply(*parts, labels, weights)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The plain projection, for tests and tools: [..., dim] to [..., V]."""

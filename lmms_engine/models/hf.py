@@ -162,9 +162,12 @@ def local_folder(path_or_id: str, *, weights: bool) -> Path:
 
 
 def build_meta(spec: ModelSpec, config: PretrainedConfig) -> nn.Module:
-    """The unmodified library model without storage, ties in place."""
-    with torch.device("meta"):
-        return spec.model_class(copy.deepcopy(config))
+    """The unmodified library model without storage, ties in place. Sizes that do not fit raise UserError."""
+    try:
+        with torch.device("meta"):
+            return spec.model_class(copy.deepcopy(config))
+    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, ArithmeticError) as error:
+        raise UserError(f"model_config: no {spec.name} can be built from this: {_line(error)}") from error
 
 
 def buffers(spec: ModelSpec, config: PretrainedConfig) -> dict[str, Tensor]:

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from lmms_engine.errors import UserError
 from lmms_engine.kernels import loss_head
@@ -121,6 +122,18 @@ def test_frozen_parts_get_no_gradient(frozen: str) -> None:
         loss.backward()
     assert (head.weight.grad is None) == (frozen != "hidden")
     assert (hidden.grad is None) == (frozen != "head")
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_evaluation_makes_no_gradient() -> None:
+    hidden, labels, weights = inputs(varied=False)
+    head = LossHead(linear(), fused=False)
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        head(hidden, labels, weights)
+    assert counter.get_total_flops() == 2 * int((weights > 0).sum()) * DIM * V
+    with FlopCounterMode(display=False) as counter:
+        head(hidden.requires_grad_(), labels, weights).backward()
+    assert counter.get_total_flops() == 6 * int((weights > 0).sum()) * DIM * V
 
 
 def test_bf16_sums_in_float32() -> None:

@@ -152,6 +152,14 @@ def test_meta_model_has_names_ties_and_no_storage(family: str) -> None:
     assert hf.tied_names(meta) == {"lm_head.weight": "model.language_model.embed_tokens.weight"}
 
 
+@pytest.mark.parametrize("sizes", [{"hidden_size": 65}, {"num_hidden_layers": -1, "layer_types": None}])
+def test_sizes_that_do_not_fit(sizes: dict[str, Any]) -> None:
+    values = tiny_mapping("qwen2_5_vl")
+    values["text_config"] |= sizes
+    with pytest.raises(UserError, match="model_config"):
+        hf.build_meta(MODELS.get("qwen2_5_vl"), hf.read_config(given(load_from_config=values)))
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_buffers_are_float32_whatever_the_config_says(family: str, dtype: str) -> None:
