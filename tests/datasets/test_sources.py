@@ -273,9 +273,13 @@ def test_lines_are_cut_at_newlines_only(tmp_path: Path) -> None:
     assert rows[4].kind == "json"
 
 
-SCRIPT = """ import sys from pathlib import Path from tests.datasets.toy_data import * job =
-make_job(Path(sys.argv[1]), on_bad_row=sys.argv[2], packing=False, shuffle=False,
-dataloader_num_workers=int(sys.argv[3])) loader = make_loader(job) try:
+SCRIPT = """
+import sys
+from pathlib import Path
+from tests.datasets.toy_data import *
+keys = {"packing": False, "shuffle": False, "dataloader_num_workers": 1}
+loader = make_loader(make_job(Path(sys.argv[1]), on_bad_row=sys.argv[2], **keys))
+try:
     steps = steps_of_epoch(loader)
 except Exception as error:
     print(type(error).__name__, error); raise SystemExit
@@ -293,7 +297,7 @@ def test_a_cut_file_under_both_policies_in_the_c_locale(tmp_path: Path, policy: 
         "PYTHONIOENCODING": "utf-8",
         "PYTHONPATH": str(Path(__file__).parents[2]),
     }
-    command = [sys.executable, "-c", SCRIPT, str(path), policy, "1"]
+    command = [sys.executable, "-c", SCRIPT, str(path), policy]
     out = subprocess.run(command, env=env, capture_output=True, encoding="utf-8", check=True).stdout
     if policy == "stop":
         assert (
