@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
 log = logging.getLogger(__name__)
 
@@ -66,11 +66,9 @@ class TrainProgress:
         self._bar: Progress | None = None
         if enabled and (sys.stdout.isatty() if bar is None else bar):
             self._bar = Progress(
-                TextColumn("train"),
-                BarColumn(),
+                BarColumn(bar_width=10),
                 TaskProgressColumn(),
                 TextColumn("{task.fields[line]}"),
-                TimeElapsedColumn(),
                 TextColumn("eta {task.fields[eta]}"),
                 console=Console(),
             )
@@ -85,11 +83,12 @@ class TrainProgress:
         if self._bar:
             self._bar.stop()
 
-    def show(self, row: dict[str, Any], fraction: float) -> None:
-        """Shows one metrics row; `fraction` of the run is done after it."""
+    def show(self, rows: list[dict[str, Any]], fraction: float) -> None:
+        """Shows the last of some training rows, with their mean speed; `fraction` of the run is done."""
         if not self._enabled:
             return
-        line, eta = describe(row, self._max_steps), self._eta(fraction)
+        row, eta, short = with_mean_speed(rows), self._eta(fraction), self._bar is not None
+        line = describe(row, self._max_steps, short=short)
         if self._bar:
             self._bar.update(self._task, completed=fraction, line=line, eta=eta)
         else:
@@ -111,20 +110,25 @@ class TrainProgress:
         return clock_time((time.monotonic() - self._began) * (1 - fraction) / done)
 
 
-def describe(row: dict[str, Any], max_steps: int | None = None) -> str:
-    """One line for a metrics row: step, loss, lr, norm, speed, MFU, memory."""
+def with_mean_speed(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The last row, with tokens per second and MFU over the time of all."""
+    seconds = sum(row["step_s"] for row in rows)
+    speed: dict[str, Any] = {"tokens_per_s": sum(row["tokens"] for row in rows) / seconds}
+    if rows[-1]["mfu"] is not None:
+        speed["mfu"] = sum(row["mfu"] * row["step_s"] for row in rows) / seconds
+    return {**rows[-1], **speed}
+
+
+def describe(row: dict[str, Any], max_steps: int | None = None, *, short: bool = False) -> str:
+    """One line for a metrics row: step, loss, speed, MFU; unless short also rate, norm and memory."""
     step = f"step {row['step']}" + (f"/{max_steps}" if max_steps else "")
     if row["split"] == "eval":
         return f"{step}  eval loss {row['loss']:.4f} over {row['supervised_tokens']:,} supervised tokens"
-    parts = [
-        step,
-        f"loss {row['loss']:.4f}",
-        f"lr {max(row['lr'].values()):.2e}",
-        f"norm {row['grad_norm']:.3f}",
-        f"{row['tokens_per_s']:,.0f} tokens/s",
-    ]
-    parts.append("mfu n/a" if row["mfu"] is None else f"mfu {row['mfu']:.1%}")
-    if row["peak_gb"] is not None:
+    speed = f"{row['tokens_per_s']:,.0f} tokens/s"
+    mfu = "mfu n/a" if row["mfu"] is None else f"mfu {row['mfu']:.1%}"
+    parts = [step, f"loss {row['loss']:.4f}", speed, mfu]
+    if not short:
+        parts[2:2] = [f"lr {max(row['lr'].values()):.2e}", f"norm {row['grad_norm']:.3f}"]
         parts.append(f"{row['peak_gb']:.1f} GB")
     return "  ".join(parts)
 

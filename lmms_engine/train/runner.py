@@ -209,7 +209,7 @@ class TrainRunner:
             self.trackers.log(row)
             if not row["supervised_tokens"]:
                 log.warning("step %d: 0 supervised tokens, nothing was learned", row["step"])
-        self.progress.show(rows[-1], self.fraction)
+        self.progress.show(rows, self.fraction)
         self.backend.check_finite()  # after the rows are written: they show where it began
 
     def _validate(self) -> None:

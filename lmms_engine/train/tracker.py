@@ -61,7 +61,8 @@ class Wandb:
             dir=str(run.run_dir),
             config=run.config,
             mode=mode,
-            settings=wandb.Settings(console="off", silent=True, x_disable_stats=True),
+            # a longer wait for a network that is not there would hold the process back at its end
+            settings=wandb.Settings(console="off", silent=True, init_timeout=30),
         )
 
     def log(self, values: dict[str, float], step: int) -> None:
