@@ -12,14 +12,12 @@ import numpy as np
 BLOCK_BYTES = 8 * 1024 * 1024
 MAX_ELEMENT_BYTES = 256 * 1024 * 1024
 GAP = re.compile(r"[ \t\r\n,]*")
-STRIDE_BYTES = (
-    64 * 1024
-)  # at most about this much is read to reach a row: 16 bytes of index per 64 KiB of data
+# At most about this much is read to reach a row, for 16 bytes of index.
+STRIDE_BYTES = 64 * 1024
 
 
 class RowIndex:
-    """Where rows begin. Sparse: `starts[i]` is the offset of row `numbers[i]`, rows between are found by
-    newlines.
+    """Where rows begin. Sparse: `starts[i]` is the offset of row `numbers[i]`; others are found by newlines.
 
     ends: offset after each row, for indices that hold every row (`numbers` is then 0, 1, 2, …).
     """

@@ -7,9 +7,9 @@
 Logical shard s belongs to rank s mod dp_size. Within a rank the shards take turns: next is always the one
 that has given the fewest packs in this epoch, the lowest number first. Shards are spread over worker
 processes, each of which follows the same rule for its own; so the order is the same for any number of
-workers. Every pack comes with
-the state of its shard after it, and the saved state is that of the packs taken: what workers have
-prepared ahead is not in it. The state is kept by shard and can be loaded by another number of ranks.
+workers. Every pack comes with the state of its shard after it, and the saved state is that of the packs
+taken: what workers have prepared ahead is not in it. The state is kept by shard and can be loaded by another
+number of ranks.
 """
 
 from __future__ import annotations
@@ -97,6 +97,11 @@ class Loader:
         self._states = {shard: Position().state() for shard in self._shards}
         self._skipped: list[SkipRecord] = []
         self._feeds: dict[int, Iterator[_Item]] = {}  # shard -> where its packs come from
+        if self._num_workers:
+            # Workers do not obey SIGTERM at once, so a process that ends without `close` must end them:
+            # `atexit` runs in a plain process, `Finalize` in one made by multiprocessing.
+            atexit.register(self._feeds.clear)
+            Finalize(None, self._feeds.clear, exitpriority=100)
         if self.rows_per_epoch is None and trainer.max_steps is None:
             raise UserError(
                 f"dataset '{dataset.dataset_type}' has no `__len__`: set trainer_args.max_steps"
@@ -183,10 +188,6 @@ class Loader:
         if not self._num_workers:
             feed = iter(_Feed(replace(self._plan, processor_fn=lambda: self.processor), self._states))
             return dict.fromkeys(self._shards, feed)
-        # Workers do not obey SIGTERM at once, so a process that ends without `close` must end them: `atexit`
-        # runs in a plain process, `Finalize` in one made by multiprocessing.
-        atexit.register(self._feeds.clear)
-        Finalize(None, self._feeds.clear, exitpriority=100)
         feeds: dict[int, Iterator[_Item]] = {}
         for worker in range(self._num_workers):
             own = {shard: self._states[shard] for shard in self._shards[worker :: self._num_workers]}
@@ -216,8 +217,7 @@ class Loader:
         return self._orders.num_rows(self.epoch)
 
     def progress(self) -> float:
-        """Epochs done by this rank, with the fraction of the present one; rows in open packs are not done
-        yet.
+        """Epochs done by this rank, with the fraction of the present one; rows in open packs do not count.
 
         For a stream of unknown length whole epochs only.
         """

@@ -17,8 +17,8 @@ class BaseDataset:
     Rows are dicts in any shape that `schema.parse_row` reads; relative media paths resolve against the
     working directory. A row that is no good may raise `BadRow`; it then falls under
     `dataset_config.on_bad_row`. Map style is shuffled, dealt and resumed by index. A stream is read from
-    its start by every logical shard, which
-    keeps its own share of it: it must give the same rows each time, and without `__len__` needs `max_steps`.
+    its start by every logical shard, which keeps its own share and shuffles that in windows: it must give the
+    same rows each time, and without `__len__` the run needs `max_steps`.
     """
 
     def __init__(self, config: DatasetSection) -> None:

@@ -3,8 +3,7 @@
     source = open_source(entry)                   # an entry of dataset_config.datasets
     for row, raw in source.rows(shard=0): ...     # raw: a dict, or BadRow if the row cannot be read
 
-A source is a list of physical shards, each a list of rows; (shard, row) addresses a row for good. What a
-shard is:
+A source is a list of physical shards, each a list of rows; (shard, row) addresses a row for good.
 
 | format | shard | reading one row by address |
 | --- | --- | --- |
@@ -14,9 +13,8 @@ shard is:
 | Parquet | row group | decodes the group up to the row |
 
 An entry's path is a file, a glob, or a folder; several files are taken in sorted order. Memory does not
-grow with
-the data: JSONL keeps one offset per 64 KiB, JSON one per row, the rest stays on disk. Sources can be
-pickled; open files are not carried over and are opened again where they are needed.
+grow with the data: JSONL keeps one offset per 64 KiB, JSON one per row, the rest stays on disk. Sources can
+be pickled; open files are not carried over and are opened again where they are needed.
 """
 
 from __future__ import annotations
