@@ -16,11 +16,12 @@ import typer
 from rich.console import Console
 from rich.progress import track
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from lmms_engine.config import load_job
 from lmms_engine.errors import UserError
 from lmms_engine.models import hf
-from lmms_engine.models.spec import for_type
+from lmms_engine.models.spec import ModelSpec, for_type
 from lmms_engine.train import checkpoint
 from lmms_engine.train.data import build_processor
 from lmms_engine.train.rundir import CONFIG_FILE
@@ -79,7 +80,7 @@ def find_checkpoint(source: Path) -> tuple[Path, Path]:
     raise UserError(f"{source}: neither a run folder (with {CONFIG_FILE}) nor a checkpoint inside one")
 
 
-def count_tensors(spec, config) -> int:
+def count_tensors(spec: ModelSpec, config: PretrainedConfig) -> int:
     """How many tensors a checkpoint of this model holds."""
     model = hf.build_meta(spec, config)
     return len(model.state_dict().keys() - hf.tied_names(model).keys())

@@ -43,7 +43,7 @@ KEYS = (
     "mfu_conventional",
     "peak_gb",  # device memory of the fullest rank in this step; on CPU peak resident memory so far
     "epoch",  # passes over the data done, with fraction
-    "source_loss",  # {source: mean loss of its supervised tokens}; null for runs on one source
+    "source_loss",  # {held-out source: its loss} in eval rows of runs with several; else null
 )
 
 # Dense bf16 FLOP/s by the exact device name, from the vendor's data sheets ("L40S" is not "L40").
@@ -214,7 +214,7 @@ class Recorder:
             mfu=sum(e["flops"][0] for e in data_ranks) / available if available else None,
             mfu_conventional=sum(e["flops"][1] for e in data_ranks) / available if available else None,
             peak_gb=max(entry["peak_gb"] for entry in ranks),
-            epoch=first["epoch"],
+            epoch=sum(entry["epoch"] for entry in data_ranks) / len(data_ranks),
         )
 
 

@@ -18,7 +18,7 @@ import torch
 
 from lmms_engine.config import Job
 from lmms_engine.datasets.batch import PackedBatch
-from lmms_engine.datasets.loader import merge_states
+from lmms_engine.datasets.loader import Loader, merge_states
 from lmms_engine.errors import Terminated, UserError
 from lmms_engine.models.flops import Flops
 from lmms_engine.parallel.mesh import Mesh, build_mesh
@@ -31,6 +31,7 @@ from lmms_engine.train.log import TrainProgress, describe
 from lmms_engine.train.manifest import build_manifest, write_manifest
 from lmms_engine.train.metrics import (
     METRICS_FILE,
+    SKIPPED_FILE,
     Recorder,
     StepClock,
     StepRecord,
@@ -144,7 +145,7 @@ class TrainRunner:
                 data_s=window.data_s,
                 micros=window.own,
                 flops=self._flops(window.own),
-                skipped=self._skipped(),
+                skipped=self._skipped(self.loader),
                 peak_gb=peak_memory_gb(mesh.device),
             )
         )
@@ -170,14 +171,15 @@ class TrainRunner:
     def _next_epoch(self) -> bool:
         """Begins the next pass over the data; False if the job asks for no more."""
         epochs = self.job.trainer.num_train_epochs
-        if epochs is not None and self.loader.epoch + 1 >= epochs:
-            return False
         self._idle_epochs += 1
-        if self._idle_epochs > 1:
+        if self.step == 0 or self._idle_epochs > 1:
+            self._name_skipped(self._skipped(self.loader))
             raise UserError(
                 "dataset_config.datasets: a whole pass gave no usable row; see "
-                f"{self.run_dir / 'skipped.jsonl'} and `lmms-engine inspect`"
+                f"{self.run_dir / SKIPPED_FILE} and `lmms-engine inspect`"
             )
+        if epochs is not None and self.loader.epoch + 1 >= epochs:
+            return False
         self.loader.next_epoch()
         return True
 
@@ -197,8 +199,15 @@ class TrainRunner:
         each = [self.spec.flops(self.model_config, micro, self._frozen) for micro in micros]
         return Flops(sum(f.strict for f in each), sum(f.conventional for f in each))
 
-    def _skipped(self) -> list[dict[str, Any]]:
-        return [{"step": self.step, **record._asdict()} for record in self.loader.take_skipped()]
+    def _skipped(self, loader: Loader) -> list[dict[str, Any]]:
+        return [{"step": self.step, **record._asdict()} for record in loader.take_skipped()]
+
+    def _name_skipped(self, skipped: list[dict[str, Any]]) -> int:
+        """Writes rows that no step will report to skipped.jsonl; their number on all ranks. Collective."""
+        everywhere = [row for rank in self.mesh.gather(skipped) for row in rank]
+        if self.mesh.is_main:
+            append_lines(self.run_dir / SKIPPED_FILE, everywhere)
+        return len(everywhere)
 
     # Logging, validation, checkpoints
 
@@ -213,8 +222,8 @@ class TrainRunner:
         self.backend.check_finite()  # after the rows are written: they show where it began
 
     def _validate(self) -> None:
-        """Appends one row of held-out loss."""
-        began = time.perf_counter()
+        """Appends one row of held-out loss; the rows it had to skip are named each time."""
+        began, loaders = time.perf_counter(), self.eval_loaders.values()
         result = evaluate(self.objective, self.eval_loaders, self.mesh, self.job.trainer.seed)
         seconds = time.perf_counter() - began
         row = make_row(
@@ -223,6 +232,7 @@ class TrainRunner:
             step_s=seconds,
             tokens_per_s=result.tokens / seconds,
             epoch=self._epoch(),
+            skipped=self._name_skipped([row for each in loaders for row in self._skipped(each)]),
             **asdict(result),
         )
         if self.mesh.is_main:

@@ -186,8 +186,14 @@ def test_skipped_rows_are_named_with_their_step(corpus, mesh, tmp_path):
         0, {"type": "image_url", "image_url": {"url": "images/absent.png"}}
     )
     write_rows(data / "train.jsonl", rows)
-    train(mesh, make_config(data, tmp_path / "run", trainer__max_steps=2, data__on_bad_row="skip"))
-    (skipped,) = read_lines(tmp_path / "run" / "skipped.jsonl")
+    shutil.copy(data / "train.jsonl", data / "heldout.jsonl")
+    entries = [{"path": str(data / "heldout.jsonl")}]
+    changes = {"data__on_bad_row": "skip", "data__eval_datasets": entries}
+    train(mesh, make_config(data, tmp_path / "run", trainer__max_steps=2, **changes))
+    skipped, held_out = read_lines(tmp_path / "run" / "skipped.jsonl")
+    assert (held_out["step"], held_out["id"]) == (2, "train-4")
+    assert held_out["source"].endswith("heldout.jsonl")
+    assert logged(tmp_path / "run", "eval")[0]["skipped"] == 1
     assert (skipped["id"], skipped["row"], skipped["shard"]) == ("train-4", 4, 0)
     assert "absent.png" in skipped["reason"]
     assert skipped["kind"]
@@ -203,6 +209,7 @@ def test_a_pass_without_a_usable_row_stops_the_run(corpus, mesh, tmp_path):
     write_rows(data / "train.jsonl", [long, long])
     with pytest.raises(UserError, match="no usable row"):
         train(mesh, make_config(data, tmp_path / "run"))
+    assert [row["kind"] for row in read_lines(tmp_path / "run" / "skipped.jsonl")] == ["overlong"] * 2
 
 
 @TRACKERS.register("test_broken")

@@ -21,7 +21,19 @@ class Backend(Protocol):
         ...
 
     def step(self) -> Tensor:
-        """Clips, updates, clears gradients; returns the global gradient norm before clipping (scalar tensor)."""
+        """Clips, updates, clears gradients; returns the global gradient norm before clipping (a scalar)."""
+        ...
+
+    def set_progress(self, progress: float, step: int) -> None:
+        """Sets the learning rates for step number `step`, after which `progress` of the run is done."""
+        ...
+
+    def lrs(self) -> dict[str, float]:
+        """The learning rate of each group in the current step."""
+        ...
+
+    def check_finite(self) -> None:
+        """Raises UserError if the last step's gradient norm was not finite."""
         ...
 
     def state(self) -> dict[str, Any]:
