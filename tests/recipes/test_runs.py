@@ -17,7 +17,12 @@ import pytest
 
 REPO = Path(__file__).resolve().parents[2]
 RECIPES = sorted(path.parent.name for path in (REPO / "recipes").glob("[!_]*/launch.sh"))
-QUICK = ("trainer_args.max_steps=3", "trainer_args.dataloader_num_workers=0")
+QUICK = (
+    "trainer_args.max_steps=3",
+    "trainer_args.dataloader_num_workers=0",
+    "dataset_config.eval_datasets=[]",
+    "trainer_args.eval_steps=null",
+)
 Start = Callable[..., subprocess.Popen[str]]
 
 
@@ -71,7 +76,7 @@ def test_first_steps_are_as_recorded(
 
 @pytest.mark.timeout(900)
 def test_a_copy_trains_its_own_run(clone: Path, start: Start) -> None:
-    """A copy without an edit: trains, says that it is finished, goes on, and begins anew when asked."""
+    """A copy without an edit: trains, says that it is finished, and begins anew when asked."""
     shutil.copytree(clone / "recipes/qwen3_vl", clone / "recipes/mine")
     first = finish(start("mine", *QUICK))
     assert "preset smoke: " in first  # and why
@@ -79,17 +84,14 @@ def test_a_copy_trains_its_own_run(clone: Path, start: Start) -> None:
     assert not (clone / "runs/qwen3_vl-smoke").exists()
     assert "finished at step 3" in finish(start("mine", *QUICK))
     assert steps(clone / "runs/mine-smoke") == [1, 2, 3]
-    longer = finish(start("mine", "trainer_args.max_steps=4", *QUICK[1:]))
-    assert "resumed from step 3" in longer
-    assert steps(clone / "runs/mine-smoke") == [1, 2, 3, 4]
     finish(start("mine", *QUICK, FRESH="1"))
     assert steps(clone / "runs/mine-smoke") == [1, 2, 3]
     (old,) = (clone / "runs").glob("mine-smoke.*")
-    assert steps(old) == [1, 2, 3, 4]
+    assert steps(old) == [1, 2, 3]
 
 
 def test_two_processes(clone: Path, start: Start) -> None:
-    finish(start("qwen2_5_vl", *QUICK, NGPU="2", PRESET="smoke"))
+    finish(start("qwen2_5_vl", *QUICK[:2], NGPU="2", PRESET="smoke"))
     assert steps(clone / "runs/qwen2_5_vl-smoke") == [1, 2, 3]
 
 
