@@ -137,7 +137,7 @@ def test_wandb_offline_writes_into_the_run_folder(run, monkeypatch):
 def test_tensorboard_axis_goes_on_after_a_resume(run):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    for start, steps in ((0, range(1, 5)), (2, range(3, 7))):   # steps 3 and 4 were logged, but not saved
+    for start, steps in ((0, range(1, 5)), (2, range(3, 7))):  # steps 3 and 4 were logged, but not saved
         thread = TrackerThread("tensorboard", RunInfo(run.run_dir, "a-run", start, {}), finish_s=30)
         for step in steps:
             thread.log({"train/loss": float(step + 10 * start)}, step)
