@@ -69,10 +69,18 @@ def model_config(size: str, *, cut: int | None = None) -> dict:
     return config
 
 
-def write_chats(folder: Path, *, rows: int, seed: int = 0, pixels: tuple[int, int] = (384, 1024)) -> Path:
-    """Writes `rows` one-picture chats of about 700 tokens as JPEG files and JSONL; returns the JSONL path.
+def write_chats(
+    folder: Path,
+    *,
+    rows: int,
+    seed: int = 0,
+    pixels: tuple[int, int] = (384, 1024),
+    words_per_answer: tuple[int, int] = (60, 180),
+) -> Path:
+    """Writes `rows` one-picture chats as JPEG files and JSONL; returns the JSONL path.
 
-    pixels: bounds of each side. Answers are random words, so that the loss has something to fall on.
+    pixels: bounds of each side; the default bounds give about 700 tokens a row. Answers are random words and
+    questions all alike, so that only the picture tells which answer is due.
     """
     rng = random.Random(seed)
     noise = np.random.default_rng(seed)
@@ -84,7 +92,7 @@ def write_chats(folder: Path, *, rows: int, seed: int = 0, pixels: tuple[int, in
         coarse = noise.integers(0, 256, (height // 16 + 1, width // 16 + 1, 3), dtype=np.uint8)
         picture = Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
         picture.save(folder / "images" / f"{i}.jpg", quality=90)
-        answer = " ".join(rng.choices(words, k=rng.randint(60, 180)))
+        answer = " ".join(rng.choices(words, k=rng.randint(*words_per_answer)))
         lines.append(
             {
                 "id": f"row-{i}",

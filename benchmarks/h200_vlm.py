@@ -151,7 +151,7 @@ def cpu_reference(job: Job, state: dict[str, Tensor], batch: PackedBatch) -> tup
 
 def numerics(size: str, folder: Path, mesh: Mesh) -> list[dict[str, Any]]:
     """A 4-layer cut, 50 steps on one pack of at most 2,048 tokens, then against float32."""
-    data = write_chats(folder / "small", rows=4, pixels=(192, 384))
+    data = write_chats(folder / "small", rows=24, pixels=(160, 160), words_per_answer=(4, 4))
     job = make_job(
         size, data, folder / "processor", cut=4, packing_length=2048, num_logical_shards=1,
         learning_rate=3e-4, dataloader_num_workers=0, fsdp_config={"activation_checkpointing": False},

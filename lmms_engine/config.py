@@ -130,7 +130,7 @@ class FsdpConfig(Section):
 
     transformer_layer_cls_to_wrap: OneOrMoreNames | None = None   # if given, exactly the layout's classes
     reshard_after_forward: bool = True
-    activation_checkpointing: bool = True
+    activation_checkpointing: bool | Literal["encoders"] | tuple[str, ...] = True
     hsdp_shard_size: Annotated[int, Field(ge=0)] = 0
 
 

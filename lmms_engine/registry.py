@@ -1,4 +1,4 @@
-"""Names to things. Duplicate names and unknown names are errors; built-in entries are imported on first use."""
+"""Names to things. Duplicate and unknown names are errors; built-in entries are imported on first use."""
 
 from __future__ import annotations
 

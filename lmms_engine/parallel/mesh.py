@@ -42,7 +42,7 @@ class Mesh:
         return self.rank == 0
 
     def sum_over_data(self, values: dict[str, float]) -> dict[str, float]:
-        """Sums over the data ranks, in float64 on the host. Sequence ranks hold equal values and count once."""
+        """Sums over the data ranks, float64 on the host. Sequence ranks hold equal values and count once."""
         summed = self.host_sum(list(values.values()))
         return {name: total / self.sp_size for name, total in zip(values, summed, strict=True)}
 
