@@ -43,6 +43,7 @@ def _trackers(value: Any) -> Any:
 
 Names = Annotated[tuple[Name, ...], BeforeValidator(_listed)]
 OneOrMoreNames = Annotated[tuple[Name, ...], BeforeValidator(_one_or_more)]
+Recomputed = Annotated[bool | Literal["encoders"] | tuple[Name, ...], BeforeValidator(_listed)]
 Trackers = Annotated[tuple[Literal["wandb", "tensorboard"], ...], BeforeValidator(_trackers)]
 
 
@@ -130,7 +131,7 @@ class FsdpConfig(Section):
 
     transformer_layer_cls_to_wrap: OneOrMoreNames | None = None   # if given, exactly the layout's classes
     reshard_after_forward: bool = True
-    activation_checkpointing: bool | Literal["encoders"] | tuple[str, ...] = True
+    activation_checkpointing: Recomputed = True   # all blocks, none, those of the towers, or by pattern
     hsdp_shard_size: Annotated[int, Field(ge=0)] = 0
 
 

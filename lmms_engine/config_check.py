@@ -20,6 +20,7 @@ from lmms_engine.registry import nearest
 
 M = TypeVar("M", bound=BaseModel)
 BOUNDS = (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<"))
+UNIONS = (Union, types.UnionType)
 WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text", dict: "a mapping"}
 
 
@@ -87,7 +88,7 @@ def check(
         try:
             result = model.model_validate(tree)
         except ValidationError as failure:
-            errors = failure.errors(include_url=False)
+            errors = [_settled(model, tree, error) for error in failure.errors(include_url=False)]
             for error in errors:
                 problems.append(_word(schema, error, origins))
                 seen.add(".".join(map(str, error["loc"])))
@@ -127,6 +128,25 @@ def _remove(tree: dict[str, Any], loc: tuple[Any, ...]) -> bool:
         return False
     del parent[loc[-1]]
     return True
+
+
+def _settled(model: type[BaseModel], tree: Any, error: Any) -> dict[str, Any]:
+    """An error inside one alternative of a key that may hold several kinds, as an error of the whole key."""
+    kind: Any = model
+    value: Any = tree
+    for depth, part in enumerate(error["loc"]):
+        kind = _plain(kind)
+        if get_origin(kind) in UNIONS:
+            return {"type": "union", "loc": error["loc"][:depth], "input": value}
+        if _is_section(kind) and part in _fields(kind):
+            kind = _fields(kind)[part].annotation
+        elif get_origin(kind) in (dict, tuple):
+            kind = get_args(kind)[1] if get_origin(kind) is dict else _item(kind)
+        else:
+            break
+        reachable = isinstance(value, (dict, list)) and part != "[key]" and error["type"] != "missing"
+        value = value[part] if reachable else None
+    return error
 
 
 def _word(schema: Schema, error: Any, origins: Mapping[str, str]) -> str:
@@ -208,7 +228,7 @@ def _plain(kind: Any) -> Any:
     """A type without its constraints and without None."""
     if get_origin(kind) is Annotated:
         return _plain(get_args(kind)[0])
-    if get_origin(kind) in (Union, types.UnionType):
+    if get_origin(kind) in UNIONS:
         inner = [arg for arg in get_args(kind) if arg is not type(None)]
         return _plain(inner[0]) if len(inner) == 1 else kind
     return kind
@@ -221,8 +241,10 @@ def _item(kind: Any) -> Any:
 
 
 def _describe(kind: Any, constraints: Iterable[Any] = ()) -> str:
-    if get_origin(kind) in (Union, types.UnionType):
-        kind = next(arg for arg in get_args(kind) if arg is not type(None))
+    if get_origin(kind) in UNIONS:
+        kind, *others = (arg for arg in get_args(kind) if arg is not type(None))
+        if others:
+            return ", or ".join(_describe(arg) for arg in (kind, *others))
     if get_origin(kind) is Annotated:
         kind, *more = get_args(kind)
         constraints = [*constraints, *more]

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from pydantic import ValidationError
 
 from lmms_engine.config import Job, load_job
-from lmms_engine.config_load import dump_yaml
+from lmms_engine.config_load import dump_yaml, show
 from lmms_engine.errors import UserError
 
 Write = Callable[..., Path]
@@ -457,6 +458,21 @@ class TestNumbersAndKeys:
     )
     def test_says_what_is_wrong(self, section: str, key: str, value: Any, expected: str) -> None:
         assert any(line.startswith(expected) for line in problems(base(**{section: {key: value}})))
+
+    @pytest.mark.parametrize("value", [5, "yess", [5], [""], {"a": 1}])
+    def test_a_key_of_several_kinds_names_them_all_once(self, value: Any) -> None:
+        line = problem(base(trainer_args={"fsdp_config": {"activation_checkpointing": value}}))
+        assert line == (
+            f"trainer_args.fsdp_config.activation_checkpointing={show(value)}: not legal "
+            "(legal: true or false, or encoders, or a list of text that is not empty)"
+        )
+
+    @pytest.mark.parametrize("value", [True, False, "encoders", ["visual.blocks.*"]])
+    def test_a_key_of_several_kinds_takes_each(self, value: Any) -> None:
+        found = job(trainer_args={"fsdp_config": {"activation_checkpointing": value}})
+        given = found.trainer.fsdp_config.activation_checkpointing
+        assert given == (tuple(value) if isinstance(value, list) else value)
+        assert Job.from_dict(yaml.safe_load(found.to_yaml())) == found
 
     def test_unknown_key_names_the_legal_ones(self) -> None:
         line = problem(base(trainer_args={"fsdp_config": {"zzz": 1}}))
