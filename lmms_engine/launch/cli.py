@@ -117,7 +117,7 @@ def train(job: Job, *, is_main: bool, rank: int, debug: bool) -> None:
     setup_logging(is_main=is_main, rank=rank, debug=debug)
     if is_main:
         print(job.to_yaml(), flush=True)
-    TrainRunner(job, build_mesh()).build().run()
+    TrainRunner(job, build_mesh(job.trainer)).build().run()
     leave_mesh()   # not after a failure: the other ranks may never come, and torchrun ends them
 
 

@@ -1,5 +1,9 @@
 """The ranks of a run and the few collectives the host side needs.
 
+The world is data ranks x sequence ranks, the sequence axis innermost: ranks 0..sp-1 share the batches of data
+rank 0. Parameters are sharded over the world, or over consecutive blocks of it (HSDP). Expert groups are
+consecutive ranks inside one such block; they may span sequence ranks.
+
 There is always a process group, also with one process, so that one code path serves every size.
 """
 
@@ -8,11 +12,16 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from lmms_engine.errors import UserError
+
+if TYPE_CHECKING:
+    from lmms_engine.config import TrainerSection
 
 TIMEOUT = timedelta(minutes=30)
 
@@ -21,8 +30,12 @@ TIMEOUT = timedelta(minutes=30)
 class Mesh:
     """Who this process is. Passed explicitly; nothing reads a global parallel state.
 
-    fsdp: the axis over which parameters are sharded and gradients summed (data ranks x sequence ranks).
+    fsdp: over which parameters are sharded and gradients summed: data ranks x sequence ranks in one axis
+        "fsdp", or two axes ("replicate", "fsdp") under HSDP.
     host: a gloo group over all ranks for small host-side collectives, which never sync the device.
+    sp: the ranks that share this rank's batches, each with its part of the sequence; None for one rank.
+    ep: the ranks that hold one set of experts between them; None without expert parallelism.
+    efsdp: over which each rank's experts are sharded, ("efsdp",) or ("replicate", "efsdp"); None without.
     """
 
     device: torch.device
@@ -35,6 +48,19 @@ class Mesh:
     sp_size: int
     fsdp: DeviceMesh
     host: dist.ProcessGroup
+    sp: dist.ProcessGroup | None = None
+    ep: DeviceMesh | None = None
+    efsdp: DeviceMesh | None = None
+
+    @property
+    def ep_size(self) -> int:
+        """Ranks that hold one set of experts between them."""
+        return 1 if self.ep is None else self.ep.size()
+
+    @property
+    def shard_size(self) -> int:
+        """Ranks that hold one copy of the parameters between them."""
+        return self.fsdp.size(-1) if self.fsdp.ndim > 1 else self.fsdp.size()
 
     @property
     def is_main(self) -> bool:
@@ -76,10 +102,48 @@ class Mesh:
         dist.barrier(group=self.host)
 
 
-def build_mesh() -> Mesh:
-    """Joins the process group that torchrun describes, or makes one of a single process."""
+@dataclass(frozen=True)
+class Degrees:
+    """How the world is split: ranks per sequence, per set of experts, per copy of the parameters."""
+
+    sp: int = 1
+    ep: int = 1
+    shard: int = 1
+
+    @classmethod
+    def of(cls, trainer: TrainerSection | None, world_size: int) -> Degrees:
+        """What `trainer` asks for on so many ranks; UserError where it cannot be."""
+        if trainer is None:
+            return cls(shard=world_size)
+        sp, ep, shard = trainer.sp_ulysses_degree, trainer.ep_degree, trainer.fsdp_config.hsdp_shard_size
+        for key, degree in (("sp_ulysses_degree", sp), ("fsdp_config.hsdp_shard_size", shard or 1)):
+            if world_size % degree:
+                raise UserError(
+                    f"trainer_args.{key}={degree}: does not divide the {world_size} ranks of this run "
+                    f"(legal: {_divisors(world_size)})"
+                )
+        shard = shard or world_size
+        if shard % ep:
+            raise UserError(
+                f"trainer_args.ep_degree={ep}: does not divide the {shard} ranks that hold one copy of the "
+                f"parameters (legal: {_divisors(shard)})"
+            )
+        return cls(sp, ep, shard)
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
+
+
+def build_mesh(trainer: TrainerSection | None = None) -> Mesh:
+    """Joins the process group that torchrun describes, or makes one of a single process.
+
+    trainer: its sp_ulysses_degree, ep_degree and hsdp_shard_size split the ranks; None shards over all.
+    May be called again in one process, for another split of the same ranks.
+    """
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    degrees = Degrees.of(trainer, world_size)
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
     if on_gpu:
@@ -93,20 +157,51 @@ def build_mesh() -> Mesh:
             world_size=world_size,
             timeout=TIMEOUT,
         )
-    fsdp = init_device_mesh(device.type, (world_size,), mesh_dim_names=("fsdp",))
-    host = dist.new_group(backend="gloo", timeout=TIMEOUT)
+    ep, efsdp = _expert_meshes(device.type, world_size, degrees)
     return Mesh(
         device=device,
         rank=rank,
         world_size=world_size,
         local_rank=local_rank,
-        dp_rank=rank,
-        dp_size=world_size,
-        sp_rank=0,
-        sp_size=1,
-        fsdp=fsdp,
-        host=host,
+        dp_rank=rank // degrees.sp,
+        dp_size=world_size // degrees.sp,
+        sp_rank=rank % degrees.sp,
+        sp_size=degrees.sp,
+        fsdp=_shard_mesh(device.type, world_size, degrees),
+        host=dist.new_group(backend="gloo", timeout=TIMEOUT),
+        sp=_sequence_group(device.type, world_size, degrees),
+        ep=ep,
+        efsdp=efsdp,
     )
+
+
+def _shard_mesh(device: str, world_size: int, degrees: Degrees) -> DeviceMesh:
+    if degrees.shard == world_size:
+        return init_device_mesh(device, (world_size,), mesh_dim_names=("fsdp",))
+    shape = (world_size // degrees.shard, degrees.shard)
+    return init_device_mesh(device, shape, mesh_dim_names=("replicate", "fsdp"))
+
+
+def _sequence_group(device: str, world_size: int, degrees: Degrees) -> dist.ProcessGroup | None:
+    if degrees.sp == 1:
+        return None
+    shape = (world_size // degrees.sp, degrees.sp)
+    return init_device_mesh(device, shape, mesh_dim_names=("dp", "sp")).get_group("sp")
+
+
+def _expert_meshes(
+    device: str, world_size: int, degrees: Degrees
+) -> tuple[DeviceMesh | None, DeviceMesh | None]:
+    """(ep, efsdp), both cut from one mesh, as sharding over both of them requires."""
+    if degrees.ep == 1:
+        return None, None
+    each = degrees.shard // degrees.ep
+    if degrees.shard == world_size:
+        whole = init_device_mesh(device, (each, degrees.ep), mesh_dim_names=("efsdp", "ep"))
+        return whole["ep"], whole["efsdp"]
+    shape = (world_size // degrees.shard, each, degrees.ep)
+    whole = init_device_mesh(device, shape, mesh_dim_names=("replicate", "efsdp", "ep"))
+    return whole["ep"], whole["replicate", "efsdp"]
 
 
 def leave_mesh() -> None:

@@ -71,7 +71,7 @@ class TrainRunner:
         self, job: Job | dict[str, Any], mesh: Mesh | None = None, output_dir: Path | None = None
     ) -> None:
         self.job = job if isinstance(job, Job) else Job.from_dict(job)
-        self.mesh = mesh or build_mesh()
+        self.mesh = mesh or build_mesh(self.job.trainer)
         folder = output_dir or self.job.trainer.output_dir or f"runs/{self.job.trainer.run_name or 'run'}"
         self.run_dir = Path(folder).absolute()
         self.step = 0
