@@ -1,7 +1,7 @@
 """The vision-language families on one GPU: numerics against float32 on the CPU, then speed at real size.
 
 python benchmarks/h200_vlm.py numerics --out numerics.json
-python benchmarks/h200_vlm.py speed --out speed.json [--variant NAME ...]
+python benchmarks/h200_vlm.py speed --out speed.json [--model qwen3_vl_4b]
 
 Weights are random, pictures are JPEG files that the real loader decodes. Each command ends with a table.
 """
@@ -89,7 +89,7 @@ class Outcome:
 
 
 def token_losses(objective: Objective, batch: PackedBatch, layout: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    """Per-token losses (float32, CPU) and gradients of their sum, through the objective's own forward."""
+    """Per-token losses (float32) and gradients of their mean, through the objective's own forward."""
     seen: list[tuple[Tensor, Tensor]] = []
     head = objective.model.get_submodule(layout.head)
 
@@ -103,12 +103,12 @@ def token_losses(objective: Objective, batch: PackedBatch, layout: Any) -> tuple
     hidden, weight = seen[-1]
     supervised = weights > 0
     logits = F.linear(hidden[supervised], weight.to(hidden.dtype)).float()
-    losses = F.cross_entropy(logits, batch.labels[supervised], reduction="none").cpu()
+    losses = F.cross_entropy(logits, batch.labels[supervised], reduction="none")
     (total / len(losses)).backward()
     gradients = {}
     for name, parameter in objective.model.named_parameters():
         grad = parameter.grad
-        gradients[name] = (grad.full_tensor() if isinstance(grad, DTensor) else grad).float().cpu()
+        gradients[name] = (grad.full_tensor() if isinstance(grad, DTensor) else grad).float()
         parameter.grad = None
     return losses, gradients
 
@@ -143,18 +143,23 @@ def cpu_reference(job: Job, state: dict[str, Tensor], batch: PackedBatch) -> tup
     )
     config = hf.read_config(plain.model)
     spec = for_type(config.model_type)
-    model = spec.model_class(config)
-    model.load_state_dict(state, strict=False)
+    model = hf.build_meta(spec, config)
+    model.load_state_dict(state, strict=False, assign=True)
+    for name, table in hf.buffers(spec, config).items():
+        owner, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, table)
+    model.tie_weights()
+    model.requires_grad_(True)
     apply_kernels(model, spec, plain, torch.device("cpu"))
     return token_losses(build_objective(spec, model, config, plain), batch, spec.layout)
 
 
 def numerics(size: str, folder: Path, mesh: Mesh) -> list[dict[str, Any]]:
     """A 4-layer cut, 50 steps on one pack of at most 2,048 tokens, then against float32."""
-    data = write_chats(folder / "small", rows=24, pixels=(160, 160), words_per_answer=(4, 4))
+    data = write_chats(folder / "small", rows=24, pixels=(160, 160), words_per_answer=(8, 16))
     job = make_job(
         size, data, folder / "processor", cut=4, packing_length=2048, num_logical_shards=1,
-        learning_rate=3e-4, dataloader_num_workers=0, fsdp_config={"activation_checkpointing": False},
+        learning_rate=5e-6, dataloader_num_workers=0, fsdp_config={"activation_checkpointing": False},
     )  # fmt: skip
     loader = build_loader(job, 0, 1)
     (batch,) = loader.next_step()
@@ -168,7 +173,8 @@ def numerics(size: str, folder: Path, mesh: Mesh) -> list[dict[str, Any]]:
         name: (t.full_tensor() if isinstance(t, DTensor) else t).cpu()
         for name, t in objective.model.state_dict().items()
     }
-    reference = cpu_reference(job, state, batch)
+    losses, gradients = cpu_reference(job, state, batch)
+    reference = losses.to(mesh.device), {name: grad.to(mesh.device) for name, grad in gradients.items()}
     note = f"{batch.num_tokens} tokens, {len(batch.rows)} rows, loss {loss:.3f} after 50 steps"
     rows = []
 
@@ -190,100 +196,104 @@ def numerics(size: str, folder: Path, mesh: Mesh) -> list[dict[str, Any]]:
 # ---- speed -------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Variant:
-    """One setting of a real-size run."""
-
-    size: str
-    packing_length: int
-    accumulation: int
-    recompute: bool | str | list[str]
-
-
-HALF = ["visual.blocks.*", "language_model.layers.1*", "language_model.layers.2*"]   # 22 of 36 layers
-VARIANTS = {
-    "qwen3_vl_4b 16k x 4, recompute all": Variant("qwen3_vl_4b", 16384, 4, True),
-    "qwen3_vl_4b 16k x 4, recompute tower + 22 layers": Variant("qwen3_vl_4b", 16384, 4, HALF),
-    "qwen3_vl_4b 32k x 1, recompute all": Variant("qwen3_vl_4b", 32768, 1, True),
-    "qwen2_5_vl_3b 16k x 4, recompute tower": Variant("qwen2_5_vl_3b", 16384, 4, "encoders"),
-    "qwen2_5_vl_3b 16k x 4, recompute all": Variant("qwen2_5_vl_3b", 16384, 4, True),
-    "qwen2_5_vl_3b 32k x 1, recompute all": Variant("qwen2_5_vl_3b", 32768, 1, True),
+# Full recomputation leaves memory unused and none at all does not fit: what is recomputed, by model.
+RECOMPUTED = {
+    # the tower, and layers 1-3 and 10-35: 29 of 36
+    "qwen3_vl_4b": ["visual.blocks.*", *(f"language_model.layers.{i}*" for i in (1, 2, 3))],
+    # the tower, and layers 1-2 and 10-29: 22 of 36
+    "qwen2_5_vl_3b": ["visual.blocks.*", *(f"language_model.layers.{i}*" for i in (1, 2))],
 }
+SETTINGS = {"16k x 4": (16384, 4), "32k x 1": (32768, 1)}   # tokens of a pack, packs accumulated
 
 
-def speed(name: str, folder: Path, mesh: Mesh, *, steps: int, warmup: int) -> dict[str, Any]:
-    """Mean step of a real-size run over the real loader, data wait and optimiser included."""
-    variant = VARIANTS[name]
-    job = make_job(
-        variant.size, folder / "large" / "train.jsonl", folder / "processor",
-        packing_length=variant.packing_length, gradient_accumulation_steps=variant.accumulation,
-        learning_rate=1e-5, dataloader_num_workers=8,
-        fsdp_config={"activation_checkpointing": variant.recompute},
-    )  # fmt: skip
-    loader = build_loader(job, 0, 1, pin_memory=True)
-    began = time.perf_counter()
-    objective, spec, config = build_model(job, mesh)
-    backend = FSDP2Backend(objective, job, mesh)
-    build_s = time.perf_counter() - began
-    frozen = frozen_names(objective.model)
-    seconds, waits, strict, conventional, tokens, losses = [], [], [], [], [], []
-    torch.cuda.reset_peak_memory_stats()
-    for step in range(1, steps + warmup + 1):
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        micros = loader.next_step()
-        if len(micros) < variant.accumulation:   # a full window every time
-            loader.next_epoch()
+def synchronize(device: torch.device) -> None:
+    """Waits for the device, where it runs beside the host."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class RealSize:
+    """A real-size model with its optimiser, built once for several settings."""
+
+    def __init__(self, size: str, folder: Path, mesh: Mesh) -> None:
+        self.size, self.folder, self.mesh = size, folder, mesh
+        began = time.perf_counter()
+        job = self.job(16384, 1)
+        self.objective, self.spec, self.config = build_model(job, mesh)
+        self.backend = FSDP2Backend(self.objective, job, mesh)
+        self.frozen = frozen_names(self.objective.model)
+        self.steps = 0
+        print(f"{size}: built in {time.perf_counter() - began:.0f} s", flush=True)
+
+    def job(self, packing_length: int, accumulation: int) -> Job:
+        """The job of one setting: the real loader over JPEG files, eight worker processes."""
+        return make_job(
+            self.size, self.folder / "large" / "train.jsonl", self.folder / "processor",
+            packing_length=packing_length, gradient_accumulation_steps=accumulation, learning_rate=1e-5,
+            dataloader_num_workers=8, fsdp_config={"activation_checkpointing": RECOMPUTED[self.size]},
+        )  # fmt: skip
+
+    def step(self, micros: list[PackedBatch]) -> float:
+        """One training step; the mean loss, read from the device."""
+        self.steps += 1
+        self.backend.set_progress(self.steps / 1000, self.steps)
+        stats = train_step(self.objective, self.backend, micros, self.mesh, generator(0, self.steps))
+        return (stats.sums["ce"] / stats.totals["ce"]).item()
+
+    def measure(self, setting: str, *, steps: int, warmup: int) -> dict[str, Any]:
+        """Mean step over the real loader, data wait and optimiser included."""
+        packing_length, accumulation = SETTINGS[setting]
+        loader = build_loader(self.job(packing_length, accumulation), 0, 1, pin_memory=True)
+        on_gpu = self.mesh.device.type == "cuda"
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        seconds, waits, flops, tokens = [], [], [], []
+        for _ in range(warmup + steps):
+            synchronize(self.mesh.device)
+            begin = time.perf_counter()
             micros = loader.next_step()
-        waits.append(time.perf_counter() - begin)
-        backend.set_progress(step / 1000, step)
-        stats = train_step(objective, backend, micros, mesh, generator(0, step))
-        torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - begin)
-        flops = [spec.flops(config, micro, frozen) for micro in micros]
-        strict.append(sum(f.strict for f in flops))
-        conventional.append(sum(f.conventional for f in flops))
-        tokens.append(sum(micro.num_tokens for micro in micros))
-        losses.append((stats.sums["ce"] / stats.totals["ce"]).item())
-    loader.close()
-    peak, measured = peak_flops(mesh.device), slice(warmup, None)
-    total = sum(seconds[measured])
-    return {
-        "variant": name,
-        "step_s": statistics.mean(seconds[measured]),
-        "spread_s": max(seconds[measured]) - min(seconds[measured]),
-        "data_s": statistics.mean(waits[measured]),
-        "tokens": statistics.mean(tokens[measured]),
-        "tokens_per_s": sum(tokens[measured]) / total,
-        "mfu": sum(strict[measured]) / total / peak,
-        "mfu_conventional": sum(conventional[measured]) / total / peak,
-        "peak_gb": torch.cuda.max_memory_allocated() / 1e9,
-        "build_s": build_s,
-        "loss_first": losses[0],
-        "loss_last": losses[-1],
-    }
+            if len(micros) < accumulation:   # a full window every time
+                loader.next_epoch()
+                micros = loader.next_step()
+            waits.append(time.perf_counter() - begin)
+            loss = self.step(micros)
+            seconds.append(time.perf_counter() - begin)
+            each = [self.spec.flops(self.config, micro, self.frozen) for micro in micros]
+            flops.append((sum(f.strict for f in each), sum(f.conventional for f in each)))
+            tokens.append(sum(micro.num_tokens for micro in micros))
+        loader.close()
+        peak, measured = peak_flops(self.mesh.device) or float("nan"), slice(warmup, None)
+        total = sum(seconds[measured])
+        return {
+            "model": self.size,
+            "setting": setting,
+            "step_s": total / steps,
+            "spread_s": max(seconds[measured]) - min(seconds[measured]),
+            "data_s": statistics.mean(waits[measured]),
+            "tokens": statistics.mean(tokens[measured]),
+            "tokens_per_s": sum(tokens[measured]) / total,
+            "mfu": sum(strict for strict, _ in flops[measured]) / total / peak,
+            "mfu_conventional": sum(conventional for _, conventional in flops[measured]) / total / peak,
+            "peak_gb": torch.cuda.max_memory_allocated() / 1e9 if on_gpu else float("nan"),
+            "loss": loss,
+        }
+
+    def overfit(self) -> list[float]:
+        """Mean loss of each of three passes over 8 packs of 16k."""
+        loader = build_loader(self.job(16384, 1), 0, 1, pin_memory=True)
+        packs = [loader.next_step()[0] for _ in range(8)]
+        loader.close()
+        return [statistics.mean(self.step([pack]) for pack in packs) for _ in range(3)]
 
 
-def overfit(folder: Path, mesh: Mesh) -> dict[str, Any]:
-    """Whether the loss falls over three passes of 8 packs of 16k, Qwen3-VL-4B at real size."""
-    job = make_job(
-        "qwen3_vl_4b", folder / "large" / "train.jsonl", folder / "processor", packing_length=16384,
-        learning_rate=2e-5, dataloader_num_workers=8,
-    )  # fmt: skip
-    loader = build_loader(job, 0, 1, pin_memory=True)
-    packs = [loader.next_step()[0] for _ in range(8)]
-    loader.close()
-    objective, _, _ = build_model(job, mesh)
-    backend = FSDP2Backend(objective, job, mesh)
-    passes = []
-    for turn in range(3):
-        losses = []
-        for i, pack in enumerate(packs, 1):
-            backend.set_progress(0.5, turn * 8 + i)
-            stats = train_step(objective, backend, [pack], mesh, generator(0, turn, i))
-            losses.append(stats.sums["ce"] / stats.totals["ce"])
-        passes.append(torch.stack(losses).mean().item())
-    return {"variant": "qwen3_vl_4b 8 packs of 16k, 3 passes", "mean_loss_per_pass": passes}
+def speed(size: str, folder: Path, mesh: Mesh, *, steps: int, warmup: int) -> list[dict[str, Any]]:
+    """Every setting of one real-size model, then whether its loss falls on repeated packs."""
+    run = RealSize(size, folder, mesh)
+    rows = [run.measure(setting, steps=steps, warmup=warmup) for setting in SETTINGS]
+    print(table(rows), flush=True)
+    passes = run.overfit()
+    print(f"{size}: 8 packs of 16k, mean loss of three passes: {[round(x, 4) for x in passes]}", flush=True)
+    return [*rows, {"model": size, "setting": "8 packs repeated", "loss_per_pass": passes}]
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -299,39 +309,32 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=("numerics", "speed", "overfit"))
+    parser.add_argument("what", choices=("numerics", "speed"))
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--variant", action="append", help="speed: only these (default: all)")
+    parser.add_argument("--model", choices=list(FAMILY), action="append", help="only this (default: both)")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--warmup", type=int, default=2)
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     mesh = build_mesh()
+    gpu = torch.cuda.get_device_name() if mesh.device.type == "cuda" else "none"
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_processors(folder / "processor")
-        if options.what != "numerics":
+        if options.what == "speed":
             write_chats(folder / "large", rows=400)
-        if options.what == "numerics":
-            cases = [lambda size=size: numerics(size, folder, mesh) for size in FAMILY]
-        elif options.what == "overfit":
-            cases = [lambda: [overfit(folder, mesh)]]
-        else:
-            cases = [
-                lambda v=v: [speed(v, folder, mesh, steps=options.steps, warmup=options.warmup)]
-                for v in options.variant or VARIANTS
-            ]
-        for case in cases:
-            try:
-                rows += case()
-            except torch.cuda.OutOfMemoryError as error:
-                print(f"out of memory: {error}", flush=True)
-            gc.collect()
-            torch.cuda.empty_cache()
-            report = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": rows}
+        for size in options.model or FAMILY:
+            if options.what == "numerics":
+                rows += numerics(size, folder, mesh)
+            else:
+                rows += speed(size, folder, mesh, steps=options.steps, warmup=options.warmup)
+            report = {"gpu": gpu, "torch": torch.__version__, "rows": rows}
             options.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    print(table(rows) if rows else "no result")
+            gc.collect()
+            if mesh.device.type == "cuda":
+                torch.cuda.empty_cache()
+    print(table([row for row in rows if "loss_per_pass" not in row]))
     leave_mesh()
 
 
