@@ -54,7 +54,8 @@ def make_job(size: str, data: Path, processor: Path, *, cut: int | None = None, 
         {
             "model_config": {"load_from_config": model_config(size, cut=cut)},
             "dataset_config": {
-                "datasets": [{"path": str(data)}],
+                # several times over, so that an epoch is long and few packs are its part-filled last ones
+                "datasets": [{"path": str(data)}] * changes.pop("repeats", 1),
                 "processor_config": {"processor_name": str(processor / FAMILY[size])},
                 "packing_length": packing_length,
                 "num_logical_shards": changes.pop("num_logical_shards", 8),
@@ -159,7 +160,7 @@ def numerics(size: str, folder: Path, mesh: Mesh) -> list[dict[str, Any]]:
     data = write_chats(folder / "small", rows=24, pixels=(160, 160), words_per_answer=(8, 16))
     job = make_job(
         size, data, folder / "processor", cut=4, packing_length=2048, num_logical_shards=1,
-        learning_rate=5e-6, dataloader_num_workers=0, fsdp_config={"activation_checkpointing": False},
+        learning_rate=2e-6, dataloader_num_workers=0, fsdp_config={"activation_checkpointing": False},
     )  # fmt: skip
     loader = build_loader(job, 0, 1)
     (batch,) = loader.next_step()
@@ -230,7 +231,8 @@ class RealSize:
         return make_job(
             self.size, self.folder / "large" / "train.jsonl", self.folder / "processor",
             packing_length=packing_length, gradient_accumulation_steps=accumulation, learning_rate=1e-5,
-            dataloader_num_workers=8, fsdp_config={"activation_checkpointing": RECOMPUTED[self.size]},
+            dataloader_num_workers=8, repeats=6,
+            fsdp_config={"activation_checkpointing": RECOMPUTED[self.size]},
         )  # fmt: skip
 
     def step(self, micros: list[PackedBatch]) -> float:
