@@ -226,9 +226,7 @@ LEGAL_NOW: dict[str, tuple[Any, ...]] = {
     "dataset_config.overlong": ("drop", "error"),
     "trainer_args.use_muon": (False,),
     "trainer_args.deepspeed": (None,),
-    "trainer_args.sp_ulysses_degree": (1,),
     "trainer_args.ep_degree": (1,),
-    "trainer_args.fsdp_config.hsdp_shard_size": (0,),
 }
 
 # Pairs of keys that say one thing in two ways. Given in a later layer, one drops the other of earlier layers.

@@ -83,6 +83,13 @@ def contradictions(job: Job) -> list[tuple[tuple[str, ...], str]]:
             "trainer_args.fsdp2",
             "trainer_type",
         )
+    if trainer.sp_ulysses_degree > 1 and not trainer.use_rmpad:
+        wrong(
+            f"trainer_args.sp_ulysses_degree={trainer.sp_ulysses_degree}: needs trainer_args.use_rmpad=true; "
+            "the padded reference path keeps a sequence on one rank",
+            "trainer_args.sp_ulysses_degree",
+            "trainer_args.use_rmpad",
+        )
     for text in _schedule_problems(trainer):
         wrong(
             text,

@@ -546,7 +546,6 @@ class TestNumbersAndKeys:
         ("section", "key", "value", "legal"),
         [
             ("trainer_args", "ep_degree", 2, "1"),
-            ("trainer_args", "sp_ulysses_degree", 4, "1"),
             ("trainer_args", "use_muon", True, "false"),
             ("trainer_args", "deepspeed", "zero2.json", "null"),
             ("trainer_args", "deepspeed", {"zero_optimization": {}}, "null"),
@@ -562,14 +561,14 @@ class TestNumbersAndKeys:
 
     def test_nested_features_to_come(self) -> None:
         tree = base(
-            trainer_args={"fsdp_config": {"hsdp_shard_size": 8}},
+            trainer_args={"use_muon": True},
             dataset_config={"eval_datasets": [{"path": "x"}, {"path": "y", "data_type": "hf_dataset"}]},
         )
         tree["trainer_type"] = "deepspeed_trainer"
         assert sorted(problems(tree)) == [
             "dataset_config.eval_datasets.1.data_type=hf_dataset: not supported yet "
             "(legal: auto, json, jsonl, arrow, parquet)",
-            "trainer_args.fsdp_config.hsdp_shard_size=8: not supported yet (legal: 0)",
+            "trainer_args.use_muon=true: not supported yet (legal: false)",
             "trainer_type=deepspeed_trainer: not supported yet (legal: fsdp2_trainer)",
         ]
 

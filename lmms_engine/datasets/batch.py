@@ -6,6 +6,7 @@ import itertools
 from dataclasses import dataclass, field, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lmms_engine.segments import RowRef, Segments
@@ -19,7 +20,7 @@ class PackedBatch:
     """One flat sequence of T tokens: N rows, then weight-0 stand-ins.
 
     Segment i belongs to `rows[i]`; segments past `len(rows)` are stand-ins (see collate.py), which count in
-    no token, FLOP or row figure.
+    no token, FLOP or row figure. In a part made by `shard` the targets are one rank's, [T / ranks].
     """
 
     segments: Segments
@@ -51,6 +52,37 @@ class PackedBatch:
             int((self.loss_weights[a:b] > 0).sum())
             for a, b in itertools.islice(itertools.pairwise(edges), len(self.rows))
         ]
+
+    def shard(self, rank: int, size: int) -> PackedBatch:
+        """Part `rank` of `size` for ranks that share the sequence, from a batch on the host.
+
+        Targets are this rank's alone; ids, positions, segments and media stay whole, since the model splits
+        its activations itself, behind the embedding. T is filled up to a multiple of `size` by one more
+        weight-0 segment. Needs no neighbour: labels were shifted inside each sample.
+        """
+        if size == 1:
+            return self
+        whole = self._filled_up(-self.labels.numel() % size)
+        own = slice(rank * whole.labels.numel() // size, (rank + 1) * whole.labels.numel() // size)
+        return replace(whole, labels=whole.labels[own], loss_weights=whole.loss_weights[own])
+
+    def _filled_up(self, extra: int) -> PackedBatch:
+        """The batch with `extra` tokens more, in a segment of their own that belongs to no row."""
+        if not extra:
+            return self
+        segments, places = self.segments, self.position_ids
+        spans = None if segments.spans is None else F.pad(segments.spans, (0, extra), value=-1)
+        edges = torch.cat([segments.cu_seqlens, segments.cu_seqlens[-1:] + extra])
+        return replace(
+            self,
+            segments=replace(
+                segments, cu_seqlens=edges, max_len=max(segments.max_len, extra), spans=spans
+            ),
+            input_ids=F.pad(self.input_ids, (0, extra)),
+            position_ids=torch.cat([places, torch.arange(extra).expand(*places.shape[:-1], extra)], -1),
+            labels=F.pad(self.labels, (0, extra), value=-100),
+            loss_weights=F.pad(self.loss_weights, (0, extra)),
+        )
 
     def _map_tensors(self, move, media_move) -> PackedBatch:
         def one(tensor: Tensor | None) -> Tensor | None:

@@ -35,6 +35,20 @@ log = logging.getLogger(__name__)
 ALIASES = {"flash_attention_2": "flash_attn"}
 
 
+class Exchange(Protocol):
+    """Between ranks that share a sequence: from a part of the tokens to a part of the heads, and back."""
+
+    name: str   # unique in this process
+
+    def to_heads(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """All heads of this rank's tokens to this rank's heads of all tokens."""
+        ...
+
+    def to_tokens(self, out_THD: Tensor) -> Tensor:
+        """This rank's heads of all tokens to all heads of this rank's tokens."""
+        ...
+
+
 class Backend(Protocol):
     """One way to compute attention. `window`: how many keys a causal query sees, itself included."""
 
@@ -212,16 +226,22 @@ class AttentionNames:
 LIBRARY = AttentionNames(decoder="sdpa", encoder="sdpa")   # transformers' own code: the padded reference path
 
 
-def install(backend: str) -> AttentionNames:
+def install(backend: str, exchange: Exchange | None = None) -> AttentionNames:
     """Registers our attention with transformers under names of its own for `backend`; safe to repeat.
+
+    exchange: decoders get a part of the tokens, while `segments` speak of the whole sequence; encoders never.
 
     A decoder's name must not contain "flash" (transformers would look for a kernel package), an encoder's
     must (else the tower loops over pictures in Python and hides its boundaries).
     """
     ATTENTION.get(backend)
     suffix = {"flash_attn": "fa"}.get(backend, backend)
-    names = AttentionNames(decoder=f"engine_decoder_{suffix}", encoder=f"engine_encoder_flash_{suffix}")
-    AttentionInterface.register(names.decoder, functools.partial(_decoder_attention, backend=backend))
+    shared = "" if exchange is None else f"_{exchange.name}"
+    names = AttentionNames(
+        decoder=f"engine_decoder_{suffix}{shared}", encoder=f"engine_encoder_flash_{suffix}"
+    )
+    decoder = functools.partial(_decoder_attention, backend=backend, exchange=exchange)
+    AttentionInterface.register(names.decoder, decoder)
     AttentionInterface.register(names.encoder, functools.partial(_encoder_attention, backend=backend))
     return names
 
@@ -248,6 +268,7 @@ def _decoder_attention(
     attention_mask: Tensor | None,
     *,
     backend: str,
+    exchange: Exchange | None,
     scaling: float,
     segments: Segments | None = None,
     sliding_window: int | None = None,
@@ -255,10 +276,14 @@ def _decoder_attention(
 ) -> tuple[Tensor, None]:
     if segments is None:
         raise RuntimeError(f"{type(module).__name__}: called without `segments`; who sees whom is unknown")
+    q_THD, k_THD, v_THD = (x[0].transpose(0, 1) for x in (query, key, value))
+    if exchange is not None:
+        q_THD, k_THD, v_THD = exchange.to_heads(q_THD, k_THD, v_THD)
     out_THD = attend(
-        *(x[0].transpose(0, 1) for x in (query, key, value)),
-        segments, scale=scaling, backend=backend, window=sliding_window,
+        q_THD, k_THD, v_THD, segments, scale=scaling, backend=backend, window=sliding_window
     )
+    if exchange is not None:
+        out_THD = exchange.to_tokens(out_THD)
     return out_THD[None], None
 
 

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from lmms_engine.models.flops import Flops
 
 
+SEQUENCES = ("input_ids", "inputs_embeds")   # a decoder gets one of them, [1, T] or [1, T, dim]
+
+
 @dataclass(frozen=True)
 class Layout:
     """Module paths and patterns (`*` is one path component) inside the model. Each must match a module."""
@@ -32,6 +35,12 @@ class Layout:
     embed: str                       # input embedding
     # sub-config name ("" = the top) -> "decoder" | "encoder"
     attention: dict[str, str] = field(default_factory=dict)
+
+
+def shard_inputs(inputs: dict[str, Any], part: slice) -> dict[str, Any]:
+    """A decoder's keyword arguments for a part of its sequence: ids or embeddings [1, T, ...], positions."""
+    sliced = {name: inputs[name][:, part] for name in SEQUENCES if inputs.get(name) is not None}
+    return {**inputs, **sliced, "position_ids": inputs["position_ids"][..., part]}
 
 
 @dataclass(frozen=True)
@@ -48,6 +57,8 @@ class ModelSpec:
     objective: str = "next_token"
     # keywords of the body's forward beyond ids and positions; may replace `input_ids` (flat)
     extra_kwargs: Callable[[PackedBatch, PretrainedConfig], dict[str, Any]] = lambda batch, config: {}
+    # keywords of the decoder's forward -> the same for the tokens of a slice (sequence parallelism)
+    shard_inputs: Callable[[dict[str, Any], slice], dict[str, Any]] = shard_inputs
     swaps: tuple[str, ...] = ()                                # kernels/liger.py: swaps that must match
 
 

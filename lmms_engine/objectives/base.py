@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor, nn
 
@@ -17,6 +19,7 @@ class Objective(nn.Module):
 
     model: nn.Module
     coefficients: dict[str, float]   # term -> factor in the loss; 0 makes a term a metric
+    shares_sequences: ClassVar[bool] = False   # whether `forward` takes a batch made by `PackedBatch.shard`
 
     def draw(self, batch: PackedBatch, rng: torch.Generator) -> PackedBatch:
         """Random choices that decide the targets (masks, timesteps); `rng` is on the CPU. Default: none."""

@@ -25,6 +25,8 @@ class NextToken(Objective):
     to one padded row per segment and leaves attention and its mask to the library: an independent reference.
     """
 
+    shares_sequences = True
+
     def __init__(
         self, model: nn.Module, spec: ModelSpec, config: PretrainedConfig, *, rmpad: bool = True
     ) -> None:

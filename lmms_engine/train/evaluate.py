@@ -89,6 +89,7 @@ def _one_pass(objective: Objective, loader: Loader, mesh: Mesh, seed: int) -> To
         for term, weight in total_weights(objective, micros).items():
             weights[term] += weight
         for micro in micros:
+            micro = micro.shard(mesh.sp_rank, mesh.sp_size)
             parts = objective(objective.prepare(micro.to(mesh.device), rng))
             sums += torch.stack([parts[term].double() for term in terms])
     loader.next_epoch()  # the next validation starts at the first row again

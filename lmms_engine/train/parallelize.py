@@ -18,13 +18,14 @@ from lmms_engine.errors import UserError
 from lmms_engine.kernels import attention, liger, loss_head, widen
 from lmms_engine.models import hf
 from lmms_engine.models.spec import Layout, ModelSpec, for_type
-from lmms_engine.objectives import build_objective
+from lmms_engine.objectives import OBJECTIVES, build_objective
 from lmms_engine.objectives.base import Objective
 from lmms_engine.parallel.activation_checkpoint import apply_activation_checkpointing, choose_blocks
 from lmms_engine.parallel.freeze import apply_freeze, keep_in_eval
 from lmms_engine.parallel.fsdp import Unit, apply_fsdp, materialise
-from lmms_engine.parallel.mesh import Mesh
+from lmms_engine.parallel.mesh import Degrees, Mesh
 from lmms_engine.parallel.paths import resolve, under
+from lmms_engine.parallel.ulysses import Ulysses, check_heads, split_sequence
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -43,8 +44,11 @@ def build_model(
     """
     config = hf.read_config(job.model)
     spec = for_type(config.model_type)
+    check_layout(job, spec, config, mesh)
+    exchange = Ulysses(mesh.sp) if mesh.sp is not None else None
     model = hf.build_meta(spec, config)
-    apply_kernels(model, spec, job, mesh.device)
+    apply_kernels(model, spec, job, mesh.device, exchange)
+    apply_sequence_parallel(model, spec, exchange)
     objective = build_objective(spec, model, config, job)
     parallelize(objective, spec.layout, mesh, job.trainer)
     source, seed = job.model.load_from_pretrained_path, job.trainer.seed
@@ -53,14 +57,45 @@ def build_model(
     return objective, spec, config
 
 
-def apply_kernels(model: nn.Module, spec: ModelSpec, job: Job, device: torch.device) -> None:
+def check_layout(job: Job, spec: ModelSpec, config: PretrainedConfig, mesh: Mesh) -> None:
+    """Raises UserError for a split of the ranks that this family cannot have, before anything is built."""
+    degrees = Degrees.of(job.trainer, mesh.world_size)
+    assert degrees == Degrees(mesh.sp_size, mesh.ep_size, mesh.shard_size), "a mesh of another job"
+    if degrees.sp == 1:
+        return
+    if not getattr(OBJECTIVES.get(spec.objective), "shares_sequences", False):
+        raise UserError(
+            f"trainer_args.sp_ulysses_degree={degrees.sp}: ranks cannot share a sequence of {spec.name} "
+            f"({spec.objective}) (legal: 1)"
+        )
+    for sub_config, role in spec.layout.attention.items():
+        if role == "decoder":
+            part = getattr(config, sub_config) if sub_config else config
+            check_heads(part.num_attention_heads, part.num_key_value_heads, degrees.sp)
+
+
+def apply_sequence_parallel(model: nn.Module, spec: ModelSpec, exchange: Ulysses | None) -> None:
+    """Makes the decoder take its part of every sequence; its attention already exchanges heads for tokens."""
+    if exchange is not None:
+        decoder = model.get_submodule(spec.layout.decoder)
+        split_sequence(decoder, spec.shard_inputs, exchange.rank, exchange.size)
+
+
+def apply_kernels(
+    model: nn.Module,
+    spec: ModelSpec,
+    job: Job,
+    device: torch.device,
+    exchange: attention.Exchange | None = None,
+) -> None:
     """Attention, fused modules and the loss head, each by registration or module swap."""
     fused = job.trainer.use_liger_kernel and device.type == "cuda"
     if job.trainer.use_liger_kernel and not fused:
         LOG.info("use_liger_kernel: no GPU here, so the plain modules run instead")
     if job.trainer.use_rmpad:
         dtype = torch.bfloat16 if computes_in_bf16(job.trainer, device) else torch.float32
-        names = attention.install(attention.resolve(job.model.attn_implementation, device, dtype))
+        backend = attention.resolve(job.model.attn_implementation, device, dtype)
+        names = attention.install(backend, exchange)
     else:
         names = attention.LIBRARY
     attention.use(model, spec.layout.attention, names)
@@ -94,7 +129,9 @@ def parallelize(objective: Objective, layout: Layout, mesh: Mesh, trainer: Train
     apply_fsdp(objective, units, mesh, bf16=bf16, reshard_after_forward=settings.reshard_after_forward)
     if mesh.is_main:
         compute = "bfloat16" if bf16 else "float32"
-        LOG.info("model: %s compute, float32 masters, %d ranks\n%s", compute, mesh.fsdp.size(), table)
+        split = f"{mesh.world_size} ranks, {mesh.shard_size} to a copy of the parameters"
+        split += f", {mesh.sp_size} to a sequence" if mesh.sp_size > 1 else ""
+        LOG.info("model: %s compute, float32 masters, %s\n%s", compute, split, table)
 
 
 def plan_units(

@@ -200,7 +200,9 @@ class TrainRunner:
         return Flops(sum(f.strict for f in each), sum(f.conventional for f in each))
 
     def _skipped(self, loader: Loader) -> list[dict[str, Any]]:
-        return [{"step": self.step, **record._asdict()} for record in loader.take_skipped()]
+        """Rows skipped since the last call; ranks of one sequence read the same ones, and the first tells."""
+        records = loader.take_skipped()
+        return [] if self.mesh.sp_rank else [{"step": self.step, **record._asdict()} for record in records]
 
     def _name_skipped(self, skipped: list[dict[str, Any]]) -> int:
         """Writes rows that no step will report to skipped.jsonl; their number on all ranks. Collective."""

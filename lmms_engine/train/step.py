@@ -43,6 +43,7 @@ def train_step(
         return StepStats(sums=sums, totals=totals, grad_norm=torch.zeros((), device=mesh.device))
     for i, micro in enumerate(micros):
         with backend.micro(last=i == len(micros) - 1):
+            micro = micro.shard(mesh.sp_rank, mesh.sp_size)
             micro = objective.prepare(micro.to(mesh.device), rng)
             parts = objective(micro)
             backend.backward(combine(parts, totals, objective.coefficients))

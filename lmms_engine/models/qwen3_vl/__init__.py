@@ -11,6 +11,7 @@ from lmms_engine.datasets.batch import PackedBatch
 from lmms_engine.models.flops import Flops, Tally, add_decoder, add_head, real_grids
 from lmms_engine.models.qwen3_vl.tiny import tiny
 from lmms_engine.models.spec import MODELS, Layout, ModelSpec
+from lmms_engine.models.spec import shard_inputs as shard_text
 
 LAYOUT = Layout(
     body="model",
@@ -38,6 +39,21 @@ def extra_kwargs(batch: PackedBatch, config: PretrainedConfig) -> dict[str, Any]
         return {"input_ids": ids}
     one_id = torch.where(ids == config.video_token_id, config.image_token_id, ids)
     return {"input_ids": one_id, **batch.media, **batch.tower}
+
+
+def shard_inputs(inputs: dict[str, Any], part: slice) -> dict[str, Any]:
+    """The decoder's inputs for a part of its sequence, DeepStack's features of that part among them."""
+    sliced = shard_text(inputs, part)
+    mask, features = inputs.get("visual_pos_masks"), inputs.get("deepstack_visual_embeds")
+    if mask is None or features is None:
+        return sliced
+    feature_of_token = mask[0].cumsum(0) - 1
+    own = feature_of_token[part][mask[0, part]]   # may be none: then the features get gradients of 0
+    return {
+        **sliced,
+        "visual_pos_masks": mask[:, part],
+        "deepstack_visual_embeds": [level[own] for level in features],
+    }
 
 
 def flops(config: PretrainedConfig, batch: PackedBatch, frozen: frozenset[str]) -> Flops:
@@ -100,6 +116,7 @@ SPEC = MODELS.register("qwen3_vl")(
         flops=flops,
         tiny=tiny,
         extra_kwargs=extra_kwargs,
+        shard_inputs=shard_inputs,
         swaps=("rms_norm", "swiglu"),
     )
 )
