@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 FRAME_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
 CLOCK_DIGITS = 6   # microseconds: below it, differences between time stamps are rounding
+CLOCK_SLACK = 1e-3   # seconds by which a file that counts milliseconds may misstate how long it is
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ def plan_clip(part: MediaPart, *, fps: float, min_frames: int, max_frames: int) 
 
 def num_frames(total: int, duration: float, fps: float, *, min_frames: int, max_frames: int) -> int:
     """How many of `total` frames lasting `duration` seconds are used at `fps`, at least 1."""
-    wanted = int(duration * fps + 1e-6)
+    wanted = int((duration + CLOCK_SLACK) * fps)
     return max(1, min(max(wanted, min_frames), max_frames, total))
 
 

@@ -58,6 +58,13 @@ def test_a_constant_rate_gives_the_librarys_frames(count: int, rate: int, fps: f
     np.testing.assert_array_equal(chosen, expected)
 
 
+@pytest.mark.parametrize("rate", [24, 30])
+def test_at_its_own_rate_a_clip_loses_no_frame(tmp_path: Path, rate: int) -> None:
+    """Durations such as 7/30 s have no exact decimal form; a clip of 7 frames has 7 all the same."""
+    for count in (5, 7, 8, 10):
+        assert len(load(steady(tmp_path / f"{count}.mp4", count, rate), fps=rate).frames) == count
+
+
 def test_times_and_frames_agree(eight_seconds: MediaPart) -> None:
     clip = load(eight_seconds)
     assert clip.frames.shape == (16, 32, 32, 3)
