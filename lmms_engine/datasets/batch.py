@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -35,6 +36,8 @@ class PackedBatch:
     # Filled by `to` from the host's weights, so that the loss need not ask the device:
     supervised: Tensor | None = None  # int64 [S], where loss_weights > 0
     uniform_weights: bool = False     # all S weights are 1
+    # Filled by `with_groups`, for objectives that tell sources apart:
+    groups: Tensor | None = None      # int64 [T]
 
     @property
     def num_tokens(self) -> int:
@@ -64,7 +67,8 @@ class PackedBatch:
             return self
         whole = self._filled_up(-self.labels.numel() % size)
         own = slice(rank * whole.labels.numel() // size, (rank + 1) * whole.labels.numel() // size)
-        return replace(whole, labels=whole.labels[own], loss_weights=whole.loss_weights[own])
+        groups = None if whole.groups is None else whole.groups[own]
+        return replace(whole, labels=whole.labels[own], loss_weights=whole.loss_weights[own], groups=groups)
 
     def _filled_up(self, extra: int) -> PackedBatch:
         """The batch with `extra` tokens more, in a segment of their own that belongs to no row."""
@@ -82,6 +86,7 @@ class PackedBatch:
             position_ids=torch.cat([places, torch.arange(extra).expand(*places.shape[:-1], extra)], -1),
             labels=F.pad(self.labels, (0, extra), value=-100),
             loss_weights=F.pad(self.loss_weights, (0, extra)),
+            groups=None if self.groups is None else F.pad(self.groups, (0, extra), value=-1),
         )
 
     def _map_tensors(self, move, media_move) -> PackedBatch:
@@ -97,6 +102,7 @@ class PackedBatch:
             media={name: media_move(name, tensor) for name, tensor in self.media.items()},
             tower={k: media_move(k, v) if isinstance(v, Tensor) else v for k, v in self.tower.items()},
             supervised=one(self.supervised),
+            groups=one(self.groups),
         )
 
     def _with_supervised(self) -> PackedBatch:
@@ -109,6 +115,19 @@ class PackedBatch:
         if weights.is_pinned():
             supervised = supervised.pin_memory()
         return replace(self, supervised=supervised, uniform_weights=uniform)
+
+    def with_groups(self, sources: Sequence[str]) -> PackedBatch:
+        """The batch with `groups`: the number of each position's source, -1 where it is none of `sources`.
+
+        Host side only.
+        """
+        number = {name: i for i, name in enumerate(sources)}
+        numbers = [number.get(row.source, -1) for row in self.rows]
+        numbers += [-1] * (self.segments.num_segments - len(self.rows))
+        groups = torch.tensor(numbers).repeat_interleave(self.segments.cu_seqlens.diff())
+        if self.loss_weights is not None and self.loss_weights.is_pinned():
+            groups = groups.pin_memory()
+        return replace(self, groups=groups)
 
     def to(self, device: torch.device) -> PackedBatch:
         """The batch on `device`; dtypes are kept, grids stay on the host."""

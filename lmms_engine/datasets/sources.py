@@ -119,13 +119,20 @@ def open_sources(dataset: DatasetSection, split: str) -> list[Source]:
     if not entries:
         key = "datasets" if split == "train" else "eval_datasets"
         raise UserError(f"dataset_config.{key} is empty: name at least one dataset ({{path: …}})")
+    pairs = zip(entries, source_names(dataset, split), strict=True)
+    return [open_source(entry, dataset.dataset_format, name) for entry, name in pairs]
+
+
+def source_names(dataset: DatasetSection, split: str) -> list[str]:
+    """What the sources of a split are called, in the order of `open_sources`; opens nothing."""
+    if split == "train" and dataset.dataset_type != FILES:
+        return [dataset.dataset_type]
     names: list[str] = []
-    for entry in entries:
+    for entry in dataset.datasets if split == "train" else dataset.eval_datasets:
         name = display_name(Path(entry.path))
         twins = sum(other.split("#")[0] == name for other in names)
         names.append(f"{name}#{twins + 1}" if twins else name)
-    pairs = zip(entries, names, strict=True)
-    return [open_source(entry, dataset.dataset_format, name) for entry, name in pairs]
+    return names
 
 
 def display_name(path: Path) -> str:

@@ -33,25 +33,33 @@ class LossHead(nn.Linear):
         weights: Tensor,                   # float32 [T]
         supervised: Tensor | None = None,  # int64 [S]: where weights > 0, from the host
         uniform: bool | None = None,       # all those weights are 1, known on the host
-    ) -> Tensor:
+        groups: Tensor | None = None,      # int64 [T]: the group of each position, negative for none
+        num_groups: int = 0,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Sum of weights * cross-entropy over the supervised positions, float32 scalar; 0 if there are none.
 
-        Leaving `supervised` and `uniform` out costs a device sync each.
+        With `groups` also each group's own sum, [num_groups] in float64 and without gradient. Leaving
+        `supervised` and `uniform` out costs a device sync each.
         """
         if supervised is None:
             supervised = (weights > 0).nonzero().flatten()
         hidden, labels, weights = hidden[supervised], labels[supervised], weights[supervised]
         if not len(supervised):
             # An empty product: exactly 0, and gradients of exactly 0 where other ranks have real ones.
-            return F.linear(hidden, self.weight, self.bias).float().sum()
-        if uniform is None:
-            uniform = bool((weights == 1).all())
-        if self.fused:
-            return _fused(hidden, self.weight, self.bias, labels, None if uniform else weights)
-        parts = (hidden, self.weight, self.bias)
-        if not torch.is_grad_enabled():   # a Function hears what could have gradients, not if any are wanted
-            parts = tuple(None if part is None else part.detach() for part in parts)
-        return _ChunkedLoss.apply(*parts, labels, weights)
+            loss, losses = F.linear(hidden, self.weight, self.bias).float().sum(), weights
+        elif self.fused:
+            if uniform is None:
+                uniform = bool((weights == 1).all())
+            by_row = groups is not None or not uniform
+            loss, losses = _fused(hidden, self.weight, self.bias, labels, weights if by_row else None)
+        else:
+            parts = (hidden, self.weight, self.bias)
+            if not torch.is_grad_enabled():   # a Function hears what could have gradients, not what is wanted
+                parts = tuple(None if part is None else part.detach() for part in parts)
+            loss, losses = _ChunkedLoss.apply(*parts, labels, weights)
+        if groups is None:
+            return loss
+        return loss, _group_sums(losses, groups[supervised], num_groups)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The plain projection, for tests and tools: [..., dim] to [..., V]."""
@@ -81,7 +89,7 @@ class _ChunkedLoss(torch.autograd.Function):
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         chunk = max(1, CHUNK_LOGITS // weight.shape[0])
         exact = torch.promote_types(weight.dtype, torch.float32)
-        total = torch.zeros((), dtype=torch.float64, device=hidden.device)
+        losses = torch.empty(hidden.shape[0], dtype=torch.float64, device=hidden.device)
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=exact) if need_weight else None
         grad_bias = torch.zeros_like(bias, dtype=exact) if need_bias else None
@@ -90,7 +98,7 @@ class _ChunkedLoss(torch.autograd.Function):
             logits = F.linear(h, weight, bias).to(exact)
             log_z = logits.logsumexp(-1)
             loss = log_z - logits.gather(1, target[:, None])[:, 0]
-            total += (loss * factor).sum(dtype=torch.float64)
+            losses[rows] = (loss * factor).double()
             if not (need_hidden or need_weight or need_bias):
                 continue
             grad = (logits - log_z[:, None]).exp_()
@@ -104,10 +112,11 @@ class _ChunkedLoss(torch.autograd.Function):
                 grad_bias += grad.sum(0)
         ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
         ctx.weight_dtype = weight.dtype
-        return total.to(exact)
+        ctx.mark_non_differentiable(losses)
+        return losses.sum().to(exact), losses
 
     @staticmethod
-    def backward(ctx, grad_total):
+    def backward(ctx, grad_total, _):
         grads = ctx.saved_tensors
         dtypes = (ctx.weight_dtype,) * 3
         scaled = (None if g is None else (g * grad_total).to(d) for g, d in zip(grads, dtypes, strict=True))
@@ -116,11 +125,23 @@ class _ChunkedLoss(torch.autograd.Function):
 
 def _fused(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, weights: Tensor | None
-) -> Tensor:
-    """Liger's fused linear cross-entropy; gradients of the weight add up in float32."""
+) -> tuple[Tensor, Tensor | None]:
+    """Liger's fused linear cross-entropy; gradients of the weight add up in float32.
+
+    Returns the sum and, where weights are given, the weighted losses [S], without gradient.
+    """
     from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
     loss = LigerFusedLinearCrossEntropyLoss(
         reduction="sum" if weights is None else "none", accum_dtype=torch.float32
     )(weight, hidden, labels, bias)
-    return loss.float() if weights is None else (loss.float() * weights).sum()
+    if weights is None:
+        return loss.float(), None
+    losses = loss.float() * weights
+    return losses.sum(), losses.detach()
+
+
+def _group_sums(losses: Tensor, groups: Tensor, num_groups: int) -> Tensor:
+    """Sum of the losses of each group, float64 [num_groups]. The same bits each time, as atomics are not."""
+    member = groups == torch.arange(num_groups, device=groups.device)[:, None]
+    return torch.where(member, losses.double(), 0.0).sum(1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from lmms_engine.datasets.sources import source_names
 from lmms_engine.objectives.base import Objective
 from lmms_engine.registry import Registry
 
@@ -23,7 +24,10 @@ OBJECTIVES: Registry[Callable[..., Objective]] = Registry(
 
 def build_objective(spec: ModelSpec, model: nn.Module, config: PretrainedConfig, job: Job) -> Objective:
     """The objective that `spec` trains with, around a model whose head is a LossHead."""
-    return OBJECTIVES.get(spec.objective)(model, spec, config, rmpad=job.trainer.use_rmpad)
+    sources = source_names(job.dataset, "train")
+    return OBJECTIVES.get(spec.objective)(
+        model, spec, config, rmpad=job.trainer.use_rmpad, sources=sources if len(sources) > 1 else ()
+    )
 
 
 __all__ = ["OBJECTIVES", "Objective", "build_objective"]

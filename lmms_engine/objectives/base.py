@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 from lmms_engine.datasets.batch import PackedBatch
 
+SOURCE_TERM = "source/"   # then a source's name: the part of the loss that its rows make, a metric
+
 
 class Objective(nn.Module):
     """Owns the trained `model` and, outside it, whatever frozen helpers the loss needs.

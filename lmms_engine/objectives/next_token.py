@@ -9,9 +9,11 @@ from torch import Tensor, nn
 
 from lmms_engine.datasets.batch import PackedBatch
 from lmms_engine.objectives import OBJECTIVES
-from lmms_engine.objectives.base import Objective
+from lmms_engine.objectives.base import SOURCE_TERM, Objective
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from transformers import PretrainedConfig
 
     from lmms_engine.models.spec import ModelSpec
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
 class NextToken(Objective):
     """Sum over supervised positions of weight * cross-entropy, term `ce`.
 
+    sources: names of the sources whose part of it is wanted too, each as the metric `source/<name>`.
+
     rmpad: True runs the flat sequence through our attention (the model must `use` it); False unfolds the pack
     to one padded row per segment and leaves attention and its mask to the library: an independent reference.
     """
@@ -28,19 +32,34 @@ class NextToken(Objective):
     shares_sequences = True
 
     def __init__(
-        self, model: nn.Module, spec: ModelSpec, config: PretrainedConfig, *, rmpad: bool = True
+        self,
+        model: nn.Module,
+        spec: ModelSpec,
+        config: PretrainedConfig,
+        *,
+        rmpad: bool = True,
+        sources: Sequence[str] = (),
     ) -> None:
         super().__init__()
         self.model = model
-        self.coefficients = {"ce": 1.0}
+        self._source_terms = [SOURCE_TERM + name for name in sources]
+        self._sources = tuple(sources)
+        self.coefficients = {"ce": 1.0} | dict.fromkeys(self._source_terms, 0.0)
         self.rmpad = rmpad
         self._config = config
         self._extra_kwargs = spec.extra_kwargs
         self._body, self._head = spec.layout.body, spec.layout.head
 
+    def draw(self, batch: PackedBatch, rng: torch.Generator) -> PackedBatch:
+        """Nothing is random here; marks whose each position is, where sources are told apart."""
+        return batch.with_groups(self._sources) if self._sources else batch
+
     def weights(self, batch: PackedBatch) -> dict[str, float]:
-        """`ce`: the sum of the loss weights, from a batch on the host."""
-        return {"ce": float(batch.loss_weights.sum(dtype=torch.float64))}
+        """`ce`: the sum of the loss weights, from a batch on the host; of a source, that of its positions."""
+        weights = batch.loss_weights.double()
+        own = (weights[batch.groups == i].sum() for i in range(len(self._sources)))
+        sums = dict(zip(self._source_terms, own, strict=True))
+        return {term: float(total) for term, total in {"ce": weights.sum(), **sums}.items()}
 
     def forward(self, batch: PackedBatch) -> dict[str, Tensor]:
         """The sum over this batch. Weights that are not on the device yet cost a sync each."""
@@ -52,8 +71,13 @@ class NextToken(Objective):
             batch.loss_weights,
             supervised=batch.supervised,
             uniform=batch.uniform_weights if listed else None,
+            groups=batch.groups,
+            num_groups=len(self._sources),
         )
-        return {"ce": loss}
+        if not self._sources:
+            return {"ce": loss}
+        total, by_source = loss
+        return {"ce": total, **dict(zip(self._source_terms, by_source, strict=True))}
 
     def hidden(self, batch: PackedBatch) -> Tensor:
         """The body's last hidden states on the flat sequence, [T, dim], whichever path computes them."""

@@ -15,7 +15,7 @@ from lmms_engine.datasets.loader import Loader
 from lmms_engine.errors import UserError
 from lmms_engine.objectives.base import Objective
 from lmms_engine.parallel.mesh import Mesh
-from lmms_engine.train.metrics import term_means
+from lmms_engine.train.metrics import loss_terms, term_means
 from lmms_engine.train.seed import generator
 from lmms_engine.train.step import total_weights
 
@@ -115,7 +115,7 @@ def _result(by_source: dict[str, Totals], coefficients: dict[str, float]) -> Eva
     supervised, tokens, samples = everything.counts
     return EvalResult(
         loss=loss(everything),
-        loss_terms=everything.terms(),
+        loss_terms=loss_terms(everything.terms()),
         supervised_tokens=supervised,
         tokens=tokens,
         samples=samples,

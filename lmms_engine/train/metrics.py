@@ -18,6 +18,7 @@ import torch
 
 from lmms_engine.datasets.batch import PackedBatch
 from lmms_engine.models.flops import Flops
+from lmms_engine.objectives.base import SOURCE_TERM
 from lmms_engine.parallel.mesh import Mesh
 from lmms_engine.train.step import StepStats
 
@@ -43,7 +44,7 @@ KEYS = (
     "mfu_conventional",
     "peak_gb",  # device memory of the fullest rank in this step; on CPU peak resident memory so far
     "epoch",  # passes over the data done, with fraction
-    "source_loss",  # {held-out source: its loss} in eval rows of runs with several; else null
+    "source_loss",  # {source: mean loss of its supervised tokens, null without any}; null: only one source
 )
 
 # Dense bf16 FLOP/s by the exact device name, from the vendor's data sheets ("L40S" is not "L40").
@@ -201,7 +202,7 @@ class Recorder:
             step=first["step"],
             split="train",
             loss=sum(self.coefficients[term] * mean for term, mean in terms.items()),
-            loss_terms=terms,
+            loss_terms=loss_terms(terms),
             grad_norm=first["grad_norm"],
             lr=first["lr"],
             supervised_tokens=sum(entry["supervised"] for entry in data_ranks),
@@ -215,12 +216,24 @@ class Recorder:
             mfu_conventional=sum(e["flops"][1] for e in data_ranks) / available if available else None,
             peak_gb=max(entry["peak_gb"] for entry in ranks),
             epoch=sum(entry["epoch"] for entry in data_ranks) / len(data_ranks),
+            source_loss=source_losses(terms, first["totals"]),
         )
 
 
 def term_means(sums: list[dict[str, float]], totals: dict[str, float]) -> dict[str, float]:
     """Mean of each loss term over the global batch from every rank's sums; 0 where nothing was supervised."""
     return {term: sum(s[term] for s in sums) / (total or 1.0) for term, total in totals.items()}
+
+
+def loss_terms(means: dict[str, float]) -> dict[str, float]:
+    """The means of the loss's own terms, without those that are one source's part of it."""
+    return {term: mean for term, mean in means.items() if not term.startswith(SOURCE_TERM)}
+
+
+def source_losses(means: dict[str, float], totals: dict[str, float]) -> dict[str, float | None] | None:
+    """{source: mean loss, None where it has no supervised token}; None if sources are not told apart."""
+    terms = [term for term in means if term.startswith(SOURCE_TERM)]
+    return {t.removeprefix(SOURCE_TERM): means[t] if totals[t] else None for t in terms} or None
 
 
 def make_row(**values: Any) -> dict[str, Any]:

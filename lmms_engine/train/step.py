@@ -61,5 +61,6 @@ def total_weights(objective: Objective, micros: list[PackedBatch]) -> dict[str, 
 def combine(
     parts: dict[str, Tensor], totals: dict[str, float], coefficients: dict[str, float]
 ) -> Tensor:
-    """This rank's share of the global loss. A total of 0 divides by 1: the sum is 0 as well."""
-    return sum(factor * parts[term] / (totals[term] or 1.0) for term, factor in coefficients.items())
+    """This rank's share of the global loss, metrics left out. A total of 0 divides by 1: the sum is 0 too."""
+    used = {term: factor for term, factor in coefficients.items() if factor}
+    return sum(factor * parts[term] / (totals[term] or 1.0) for term, factor in used.items())

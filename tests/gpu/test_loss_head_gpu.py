@@ -55,6 +55,22 @@ def test_fused_equals_chunked_equals_plain(dtype: torch.dtype, tolerance: float,
             assert (ours - plain).abs().max() <= tolerance * plain.abs().max()
 
 
+@pytest.mark.parametrize("varied", [False, True])
+def test_groups_of_fused_equal_chunked(varied: bool) -> None:
+    hidden, labels, weights = inputs(varied=varied)
+    groups = torch.arange(T, device="cuda") % 3
+    results = []
+    for fused in (False, True):
+        head, h = linear(torch.float32), hidden.clone().requires_grad_()
+        loss, sums = LossHead(head, fused=fused)(h, labels, weights, groups=groups, num_groups=3)
+        results.append((loss.item(), sums.tolist(), gradients(loss, h, head)))
+    (expected, by_group, reference), (value, sums, grads) = results
+    assert value == pytest.approx(expected, rel=1e-5)
+    assert sums == pytest.approx(by_group, rel=1e-5)
+    for ours, other in zip(grads, reference, strict=True):
+        assert (ours - other).abs().max() <= 1e-4 * other.abs().max()
+
+
 @pytest.mark.parametrize("fused", [False, True])
 def test_nothing_supervised(fused: bool) -> None:
     hidden, labels, weights = inputs(varied=False)

@@ -66,6 +66,36 @@ def test_positions_from_the_host_give_the_same() -> None:
 
 
 @pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("varied", [False, True])
+def test_groups_get_their_own_sums_and_change_nothing_else(varied: bool) -> None:
+    hidden, labels, weights = inputs(varied=varied)
+    groups = torch.arange(T) % 4 - 1   # -1: in no group
+    reference, head = LossHead(linear(), fused=False), LossHead(linear(), fused=False)
+    h1, h2 = hidden.clone().requires_grad_(), hidden.clone().requires_grad_()
+    expected = reference(h1, labels, weights)
+    loss, sums = head(h2, labels, weights, groups=groups, num_groups=4)
+    assert loss == expected
+    assert not sums.requires_grad
+    for group in range(3):
+        own = plain(linear(), hidden, labels, weights * (groups == group))
+        assert sums[group].item() == pytest.approx(own.item(), rel=1e-6)
+    assert sums[3] == 0   # nobody is in it
+    expected.backward()
+    loss.backward()
+    assert torch.equal(h1.grad, h2.grad)
+    assert torch.equal(head.weight.grad, reference.weight.grad)
+
+
+def test_groups_of_nothing_supervised() -> None:
+    hidden, _, weights = inputs(varied=False)
+    groups = torch.zeros(T, dtype=torch.int64)
+    head = LossHead(linear(), fused=False)
+    loss, sums = head(hidden, torch.full((T,), -100), weights * 0, groups=groups, num_groups=2)
+    assert loss == 0
+    assert sums.tolist() == [0, 0]
+
+
+@pytest.mark.usefixtures("small_chunks")
 def test_only_supervised_positions_are_computed() -> None:
     hidden, labels, weights = inputs(varied=False)
     hidden[weights == 0] = float("nan")

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from lmms_engine.errors import UserError
+from lmms_engine.models.spec import MODELS
 from lmms_engine.objectives import OBJECTIVES
 from lmms_engine.objectives.next_token import NextToken, padded_index
 from tests.tiny import CPU, FAMILIES, assert_same_gradients, build, logits, loss_and_gradients, pack
@@ -23,6 +24,44 @@ def test_sum_is_plain_cross_entropy(family: str) -> None:
     assert objective(batch.to(CPU))["ce"].item() == pytest.approx(expected, rel=1e-6)
     assert objective.weights(batch) == {"ce": sum(s.supervised for s in samples)}
     assert objective.coefficients == {"ce": 1.0}
+
+
+@pytest.mark.parametrize("accumulated", [False, True])
+def test_sources_have_their_own_sums(accumulated: bool) -> None:
+    """Each source's sum and weight are those of its rows alone; the stand-in belongs to none."""
+    plain, samples = build("qwen3_vl")
+    names = [f"s{i % 2}" for i in range(len(samples))]
+    objective = NextToken(
+        plain.model, MODELS.get("qwen3_vl"), plain.model.config, sources=["s0", "s1", "elsewhere"]
+    )
+    objective._head = plain._head
+    told = [replace(s, row=s.row._replace(source=n)) for s, n in zip(samples, names, strict=True)]
+    packs = [pack(told[:2]), pack(told[2:])] if accumulated else [pack(told)]
+    batches = [objective.draw(batch, torch.Generator()) for batch in packs]
+    parts = [objective(batch.to(CPU)) for batch in batches]
+    weights = [objective.weights(batch) for batch in batches]
+    sums = {term: sum(part[term].item() for part in parts) for term in objective.coefficients}
+    totals = {term: sum(w[term] for w in weights) for term in objective.coefficients}
+    for name in ("s0", "s1"):
+        own = [s for s, n in zip(samples, names, strict=True) if n == name]
+        alone = sum(plain(pack([sample]).to(CPU))["ce"].item() for sample in own)
+        assert sums[f"source/{name}"] == pytest.approx(alone, rel=1e-5)
+        assert totals[f"source/{name}"] == sum(sample.supervised for sample in own) > 0
+    assert sums["source/s0"] / totals["source/s0"] != pytest.approx(sums["source/s1"] / totals["source/s1"])
+    assert sums["source/elsewhere"] == totals["source/elsewhere"] == 0
+    assert sums["ce"] == pytest.approx(sums["source/s0"] + sums["source/s1"], rel=1e-6)
+    assert objective.coefficients == {"ce": 1.0} | dict.fromkeys(list(sums)[1:], 0.0)
+    assert not parts[0]["source/s0"].requires_grad
+
+
+def test_groups_of_a_stand_in_and_of_unnamed_sources() -> None:
+    _, samples = build("qwen3_vl")
+    batch = pack(samples, stand_ins=1).with_groups(["nobody's"])
+    assert batch.groups.tolist() == [-1] * batch.input_ids.numel()
+    source = samples[0].row.source
+    batch = pack(samples, stand_ins=1).with_groups([source])
+    assert (batch.groups == 0).sum() == batch.num_tokens
+    assert (batch.groups[batch.num_tokens :] == -1).all()
 
 
 def test_fractional_weights() -> None:

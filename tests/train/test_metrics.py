@@ -109,6 +109,22 @@ def test_two_ranks_give_one_row_per_step(tmp_path):
         assert logged[0]["rows"][0]["id"] == f"r{rank}"
 
 
+def test_parts_of_the_loss_by_source_are_no_terms_of_it(tmp_path):
+    mesh = SimpleNamespace(rank=0, sp_rank=0, world_size=1, device=CPU, is_main=True, gather=lambda v: [v])
+    sums = {"ce": 6.0, "source/a": 4.0, "source/b": 2.0, "source/c": 0.0}
+    totals = {"ce": 4.0, "source/a": 1.0, "source/b": 3.0, "source/c": 0.0}
+    stats = StepStats({term: torch.tensor(value) for term, value in sums.items()}, totals, torch.tensor(1.0))
+    recorder = Recorder(tmp_path, mesh, dict.fromkeys(sums, 0.0) | {"ce": 1.0})
+    recorder.add(_record(1, stats=stats))
+    (row,) = recorder.flush()
+    assert row["loss"] == 1.5
+    assert row["loss_terms"] == {"ce": 1.5}
+    assert row["source_loss"] == {"a": 4.0, "b": pytest.approx(2 / 3), "c": None}
+    recorder = Recorder(tmp_path, mesh, {"ce": 1.0})
+    recorder.add(_record(1))
+    assert recorder.flush()[0]["source_loss"] is None   # one source
+
+
 def test_mfu_is_flops_over_peak_devices_and_whole_time(tmp_path, monkeypatch):
     monkeypatch.setattr(metrics, "peak_flops", lambda device: 4e12)
     mesh = SimpleNamespace(rank=0, sp_rank=0, world_size=2, device=CPU, is_main=True)

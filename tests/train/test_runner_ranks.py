@@ -7,13 +7,18 @@ import shutil
 import signal
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 
 from lmms_engine.commands.inspect import batches
 from lmms_engine.config import Job
+from lmms_engine.datasets.collate import collate
+from lmms_engine.datasets.schema import parse_row
 from lmms_engine.errors import Terminated
+from lmms_engine.segments import RowRef
 from lmms_engine.train import TrainRunner, checkpoint
 from lmms_engine.train.evaluate import evaluate
 from lmms_engine.train.metrics import batch_records, read_lines
@@ -21,12 +26,22 @@ from tests.distributed import run_ranks
 from tests.runs import logged, make_config, row_ids, train
 
 pytestmark = pytest.mark.xdist_group("two ranks")  # one worker: the module's runs are made once
-EQUAL = {"trainer__max_steps": 5, "trainer__save_steps": 2, "trainer__lr_scheduler_type": "constant"}
+EQUAL = {"trainer__max_steps": 5, "trainer__save_steps": 2, "trainer__lr_scheduler_type": "constant",
+         "trainer__seed": 1}  # fmt: skip
+
+
+def _files(corpus: Path, *names: str) -> list[dict]:
+    return [{"path": str(corpus / f"{name}.jsonl")} for name in names]
 
 
 def _config(corpus: Path, run_dir: Path, **changes) -> dict:
-    heldout = [{"path": str(corpus / f"{name}.jsonl")} for name in ("heldout", "other")]
+    heldout = _files(corpus, "heldout", "other")
     return make_config(corpus, run_dir, **{"data__eval_datasets": heldout, **changes})
+
+
+def _equal(corpus: Path, run_dir: Path, **changes) -> dict:
+    """Two sources. Shard r is rank r's: a step has a pack of each, as one rank with two micro-batches has."""
+    return _config(corpus, run_dir, **EQUAL, data__datasets=_files(corpus, "train", "other"), **changes)
 
 
 def _stop_when(run_dir: Path, steps: int) -> None:
@@ -57,8 +72,7 @@ def two_ranks(corpus, tmp_path_factory):
     """Three runs on two ranks: comparable with one rank; with unlike amounts of data; stopped by SIGTERM."""
     folder = tmp_path_factory.mktemp("two")
     configs = {
-        # shard r is rank r's: a step has one pack of each shard, as one rank with two micro-batches has
-        "equal": _config(corpus, folder / "equal", trainer__gradient_accumulation_steps=1, **EQUAL),
+        "equal": _equal(corpus, folder / "equal", trainer__gradient_accumulation_steps=1),
         # rank 0 has two of the three shards
         "unlike": _config(
             corpus, folder / "unlike", trainer__num_train_epochs=2, trainer__gradient_accumulation_steps=1,
@@ -72,7 +86,7 @@ def two_ranks(corpus, tmp_path_factory):
 
 def test_two_ranks_train_as_one_does(two_ranks, corpus, mesh, tmp_path):
     folder, _, results = two_ranks
-    config = _config(corpus, tmp_path / "one", **EQUAL)
+    config = _equal(corpus, tmp_path / "one")
     runner = TrainRunner(Job.from_dict(config), mesh).build()
     before = evaluate(runner.objective, runner.eval_loaders, mesh, seed=0)
     assert [result[0].loss for result in results] == pytest.approx([before.loss] * 2, rel=1e-6)
@@ -85,6 +99,32 @@ def test_two_ranks_train_as_one_does(two_ranks, corpus, mesh, tmp_path):
     assert [row["grad_norm"] for row in two] == pytest.approx([row["grad_norm"] for row in one], rel=1e-4)
     held_out = [logged(run_dir, "eval")[-1]["loss"] for run_dir in (tmp_path / "one", folder / "equal")]
     assert held_out[1] == pytest.approx(held_out[0], rel=1e-5)
+    by_source = [[{name: loss or 0.0 for name, loss in row["source_loss"].items()} for row in rows]
+                 for rows in (one, two)]  # fmt: skip
+    for ours, theirs in zip(*by_source, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+def test_each_source_has_its_own_loss(two_ranks, corpus, mesh, tmp_path):
+    folder, configs, _ = two_ranks
+    runner = TrainRunner(Job.from_dict(configs["equal"]), mesh, tmp_path / "fresh").build()
+    processor = runner.loader.processor
+    rows = [row for rank in range(2) for line in read_lines(folder / "equal" / f"rows-{rank}.jsonl")
+            if line["step"] == 1 for row in line["rows"]]  # fmt: skip
+    sums, counts = Counter(), Counter()
+    for row in rows:
+        raw = read_lines(Path(row["source"]))[row["row"]]
+        ref = RowRef(row["source"], row["shard"], row["row"], row["id"])
+        batch = collate([processor(parse_row(raw, corpus), ref)], processor)
+        with torch.no_grad():
+            batch = runner.objective.draw(batch, torch.Generator())
+            sums[row["source"]] += runner.objective(batch.to(mesh.device))["ce"].item()
+        counts[row["source"]] += row["supervised"]
+    assert len(sums) == 2
+    first = logged(folder / "equal")[0]
+    assert first["source_loss"] == pytest.approx({name: sums[name] / counts[name] for name in sums}, rel=1e-5)
+    assert list(first["loss_terms"]) == ["ce"]
+    assert logged(folder / "unlike")[0]["source_loss"] is None   # one source
 
 
 def test_a_run_of_two_ranks_goes_on_with_one(two_ranks, corpus, mesh, tmp_path):
@@ -93,7 +133,7 @@ def test_a_run_of_two_ranks_goes_on_with_one(two_ranks, corpus, mesh, tmp_path):
     shutil.copytree(folder / "equal", run_dir)
     shutil.rmtree(run_dir / "checkpoints" / "step-00000005")  # as if it had been killed after step 4
     (run_dir / "checkpoints" / "latest").write_text("step-00000004\n")
-    train(mesh, _config(corpus, run_dir, **EQUAL))
+    train(mesh, _equal(corpus, run_dir))
     whole, resumed = logged(folder / "equal"), logged(run_dir)
     assert [row["step"] for row in resumed] == [1, 2, 3, 4, 5]
     assert resumed[4]["tokens"] == whole[4]["tokens"]

@@ -95,6 +95,11 @@ def test_weights_of_nothing_divide_by_one():
     assert combine(parts, {"ce": 0.0, "aux": 3.0}, {"ce": 1.0, "aux": 2.0}) == 4.0
 
 
+def test_metrics_take_no_part_in_the_loss():
+    parts = {"ce": torch.tensor(6.0), "seen": torch.tensor(float("nan"))}
+    assert combine(parts, {"ce": 3.0, "seen": 3.0}, {"ce": 1.0, "seen": 0.0}) == 2.0
+
+
 def test_a_step_without_targets_moves_nothing(mesh):
     objective = toy.build(mesh, toy.job())
     before = toy.weights(objective.model)
