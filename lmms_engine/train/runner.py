@@ -261,6 +261,7 @@ class TrainRunner:
 
     def _leave(self) -> None:
         """Saves and ends the process as SIGTERM asks."""
+        self.loader.close()   # its workers got the signal too and live on only for a while: none is needed
         self._save()
         log.info("terminated: saved step %d, run again to go on", self.step)
         raise Terminated

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import logging
+import multiprocessing
+import os
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
 import torch
 
 from lmms_engine.config import Job
-from lmms_engine.errors import UserError
+from lmms_engine.errors import Terminated, UserError
 from lmms_engine.train import TrainRunner, checkpoint
 from lmms_engine.train.metrics import KEYS, StepClock, read_lines
 from lmms_engine.train.runner import Window
@@ -210,6 +213,33 @@ def test_a_pass_without_a_usable_row_stops_the_run(corpus, mesh, tmp_path):
     with pytest.raises(UserError, match="no usable row"):
         train(mesh, make_config(data, tmp_path / "run"))
     assert [row["kind"] for row in read_lines(tmp_path / "run" / "skipped.jsonl")] == ["overlong"] * 2
+
+
+class _Stopped(TrainRunner):
+    """Gets SIGTERM in step 2; keeps who lived when it saved."""
+
+    children = None
+
+    def _next_window(self) -> Window:
+        if self.step == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super()._next_window()
+
+    def _save(self) -> None:
+        self.children = multiprocessing.active_children()
+        super()._save()
+
+
+def test_sigterm_ends_the_data_workers_before_it_saves(corpus, mesh, tmp_path):
+    config = make_config(corpus, tmp_path / "run", trainer__dataloader_num_workers=1)
+    runner = _Stopped(Job.from_dict(config), mesh).build()
+    with pytest.raises(Terminated):
+        runner.run()
+    assert runner.children == []
+    assert checkpoint.latest(tmp_path / "run").name == "step-00000002"
+    train(mesh, config)   # and the place in the data is that of step 2
+    ids = [i for _, _, row in row_ids(tmp_path / "run") for i in row]
+    assert sorted(ids[:14]) == sorted(f"train-{i}" for i in range(14))
 
 
 @TRACKERS.register("test_broken")
