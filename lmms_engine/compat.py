@@ -124,7 +124,7 @@ MODEL: dict[str, Any] = {
     "overwrite_config": Inert(({},), "change the checkpoint's config.json, or give load_from_config"),
     "extra_kwargs": Inert(({},), "write model settings into load_from_config"),
     "monkey_patch_kwargs": Group(),
-    "load_with_custom_loader": Refused("use model_config.load_from_pretrained_path"),
+    "load_with_custom_loader": LATER_OFF,
 }
 
 MONKEY_PATCH: dict[str, Any] = {
@@ -244,7 +244,9 @@ FSDP: dict[str, Any] = {
 }
 
 ACCELERATOR: dict[str, Any] = {
-    "split_batches": Inert((False,), "per_device_train_batch_size counts packs per device"),
+    "split_batches": Inert(
+        (False,), "give the share of one device as trainer_args.per_device_train_batch_size"
+    ),
     "dispatch_batches": OFF,
     "even_batches": ON,
     "use_seedable_sampler": ON,
@@ -267,6 +269,22 @@ TRAINER: dict[str, Any] = {
     "output_dir": Kept({"": None}),
     "run_name": Kept({"": None}),
     "max_steps": Kept({"-1": None}),
+    "lr_scheduler_type": Kept(
+        # transformers' names
+        values={"constant_with_warmup": "constant", "warmup_stable_decay": "wsd"},
+        refused={
+            **dict.fromkeys(
+                ("cosine_with_min_lr", "cosine_warmup_with_min_lr"),
+                "use cosine with trainer_args.lr_scheduler_kwargs.min_lr_ratio",
+            ),
+            "cosine_with_restarts": "there are no restarts; use cosine",
+            "polynomial": "use linear with trainer_args.lr_scheduler_kwargs.min_lr_ratio",
+            **dict.fromkeys(
+                ("inverse_sqrt", "reduce_lr_on_plateau", "greedy"),
+                "the rate follows a curve to the known end of the run; use linear, cosine, constant or wsd",
+            ),
+        },
+    ),
     "gradient_checkpointing": Alias("trainer_args.fsdp_config.activation_checkpointing"),
     "fsdp_transformer_layer_cls_to_wrap": Alias("trainer_args.fsdp_config.transformer_layer_cls_to_wrap"),
     # Groups
@@ -289,7 +307,7 @@ TRAINER: dict[str, Any] = {
     "bf16_full_eval": Inert((False,), "evaluation computes as training does"),
     "fp16_opt_level": NOTHING,   # acts only with fp16
     **dict.fromkeys(("half_precision_backend", "fp16_backend"), Inert(("auto",))),
-    "tf32": Inert(FLAG),   # the matrix products run in bfloat16
+    "tf32": Inert(FLAG),   # acts only on float32 products: with bf16: false it is refused
     **dict.fromkeys(
         ("reduce_dtype", "output_dtype"),
         Inert(("bfloat16", "float32"), "gradients are reduced in float32"),
@@ -321,8 +339,8 @@ TRAINER: dict[str, Any] = {
     "ray_scope": Inert(("last",)),
     # Data
     "data_seed": DATA_SEED,
-    "dataloader_drop_last": Inert(FLAG),   # no row is dropped: the last step of an epoch is shorter
-    "dataloader_pin_memory": Inert(FLAG),   # pinned where there is a GPU
+    "dataloader_drop_last": Inert((False,), "no row is dropped: the last step of an epoch is shorter"),
+    "dataloader_pin_memory": Inert((True,), "batches are pinned where there is a GPU"),
     "dataloader_persistent_workers": Inert(FLAG),
     "dataloader_prefetch_factor": Inert((2,)),
     "dataloader_multiprocessing_context": UNSET,
@@ -376,7 +394,7 @@ TRAINER: dict[str, Any] = {
     "enable_profiler": LATER_OFF,
     "enable_cuda_event_profiler": LATER_OFF,
     **dict.fromkeys(("profiler_config", "cuda_event_profiler_config"), NOTHING),   # act only with a profiler
-    "project": NOTHING,   # WANDB_PROJECT names it
+    "project": Inert(("huggingface",), "name the project by the variable WANDB_PROJECT"),
     **dict.fromkeys(("trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"), NOTHING),
     # Hub
     **dict.fromkeys(("push_to_hub", "hub_always_push"), HUB),
@@ -408,8 +426,12 @@ TABLE: dict[str, dict[str, Any]] = {
     "trainer_args.accelerator_config": ACCELERATOR,
 }
 
-# (section, key, value, other key): the value says that the other key's feature is off.
-CONTRADICTIONS = (("trainer_args", "eval_strategy", "no", "eval_steps"),)
+# (section, key, value, other key, its values): what the value says and the other key's do not go together.
+CONTRADICTIONS = (
+    ("trainer_args", "eval_strategy", "no", "eval_steps", ANY),
+    ("trainer_args", "evaluation_strategy", "no", "eval_steps", ANY),
+    ("trainer_args", "tf32", True, "bf16", (False,)),
+)
 
 
 def unwrap(content: Any) -> Any:
@@ -461,10 +483,23 @@ def translate(tree: Any, problems: list[str], section: str = "", path: str = "")
     for here, to, value in moved:
         if value is not None:
             _put(ours, to.removeprefix(f"{section}."), value, here, to, problems)
-    for of, key, value, other in CONTRADICTIONS:
-        if of == section and tree.get(key) == value and tree.get(other) is not None:
-            problems.append(f"{path}.{key}={show(value)}: contradicts {path}.{other}={show(tree[other])}")
+    for of, key, value, other, values in CONTRADICTIONS:
+        given = tree.get(other)
+        if of == section and tree.get(key) == value and given is not None and given in values:
+            problems.append(f"{path}.{key}={show(value)}: contradicts {path}.{other}={show(given)}")
+    if not section:
+        _check_evaluation(tree, ours, problems)
     return ours
+
+
+def _check_evaluation(tree: dict[str, Any], ours: dict[str, Any], problems: list[str]) -> None:
+    """`eval_strategy: steps` on held-out data needs a number of steps: it has no default here."""
+    data, trainer = ours.get("dataset_config"), tree.get("trainer_args")
+    if not (isinstance(data, dict) and isinstance(trainer, dict)) or trainer.get("eval_steps") is not None:
+        return
+    for key in ("eval_strategy", "evaluation_strategy"):
+        if trainer.get(key) == "steps" and (data.get("eval_datasets") or data.get("eval_dataset_path")):
+            problems.append(f"trainer_args.{key}=steps: needs their number; give trainer_args.eval_steps")
 
 
 def _items(tree: list[Any], problems: list[str], section: str, path: str) -> list[Any]:

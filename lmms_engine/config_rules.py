@@ -79,7 +79,8 @@ def contradictions(job: Job) -> list[tuple[tuple[str, ...], str]]:
         )
     if job.trainer_type == "fsdp2_trainer" and not trainer.fsdp2:
         wrong(
-            "trainer_args.fsdp2=false: contradicts trainer_type=fsdp2_trainer (legal: true)",
+            "trainer_args.fsdp2=false: contradicts trainer_type=fsdp2_trainer (legal: true); parameters are "
+            "always sharded by FSDP2, on one device too",
             "trainer_args.fsdp2",
             "trainer_type",
         )

@@ -512,6 +512,12 @@ class TestRefusals:
             ("per_gpu_train_batch_size", 2, "refused (legal: null); "),
             ("rl_config", 1, "refused; reinforcement learning"),
             ("data_seed", 7, "refused (legal: 42, null); trainer_args.seed"),
+            ("dataloader_drop_last", True, "refused (legal: false, null); no row is dropped"),
+            ("dataloader_pin_memory", False, "refused (legal: true, null); "),
+            ("project", "mine", "refused (legal: huggingface, null); name the project by the variable WANDB"),
+            ("lr_scheduler_type", "cosine_with_restarts", "refused; there are no restarts; use cosine"),
+            ("lr_scheduler_type", "polynomial", "refused; use linear with trainer_args.lr_scheduler_kwargs."),
+            ("lr_scheduler_type", "cosine_with_min_lr", "refused; use cosine with trainer_args.lr_scheduler"),
             ("accelerator_config", {"split_batches": True}, None),
             ("accelerator_config", {"split_batchs": True}, None),
             ("accelerator_config", "x", "legal: null or a mapping"),
@@ -522,6 +528,43 @@ class TestRefusals:
         assert line.startswith(f"trainer_args.{key}")
         if expected is not None:
             assert line.split(": ", 1)[1].startswith(expected)
+
+    def test_every_scheduler_of_transformers_is_ours_or_has_a_replacement(self) -> None:
+        from transformers.trainer_utils import SchedulerType
+
+        renamed = {"constant_with_warmup": "constant", "warmup_stable_decay": "wsd"}
+        for name in (kind.value for kind in SchedulerType):
+            content = tree(lr_scheduler_type=name)
+            if name in ("linear", "cosine", "constant", *renamed):
+                assert Job.from_dict(content).trainer.lr_scheduler_type == renamed.get(name, name)
+            else:
+                (line,) = problems(content)
+                assert re.search(rf"={name}: refused; .*\buse (linear|cosine)", line)
+
+    def test_tf32_only_where_it_does_nothing(self) -> None:
+        assert Job.from_dict(tree(tf32=True)).trainer.bf16
+        (line,) = problems(tree(tf32=True, bf16=False))
+        assert line == "trainer_args.tf32=true: contradicts trainer_args.bf16=false"
+
+    def test_splitting_names_the_key_to_use(self) -> None:
+        (line,) = problems(tree(accelerator_config={"split_batches": True}))
+        assert line.startswith("trainer_args.accelerator_config.split_batches=true: refused (legal: false")
+        assert "trainer_args.per_device_train_batch_size" in line
+
+    def test_custom_loader(self) -> None:
+        content = tree()
+        content["model_config"]["load_with_custom_loader"] = True
+        (line,) = problems(content)
+        assert line == "model_config.load_with_custom_loader=true: not supported yet (legal: false, null)"
+        content["model_config"]["load_with_custom_loader"] = False
+        Job.from_dict(content)
+
+    def test_evaluation_by_steps_needs_their_number(self) -> None:
+        content = tree(eval_strategy="steps")
+        Job.from_dict(content)   # nothing to evaluate
+        content["dataset_config"]["eval_datasets"] = [{"path": "held.jsonl"}]
+        (line,) = problems(content)
+        assert line == "trainer_args.eval_strategy=steps: needs their number; give trainer_args.eval_steps"
 
     def test_inside_a_group(self) -> None:
         (line,) = problems(tree(accelerator_config={"split_batchs": True}))
