@@ -7,16 +7,21 @@ lmms-engine report runs/qwen3_vl-smoke
 
 from __future__ import annotations
 
-from typing import Annotated
+import importlib
+from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from lmms_engine.errors import BadRow, UserError
 
 
-class _OneLineErrors(TyperGroup):
-    """Shows what the user can mend as one line; `--debug` lets the traceback through."""
+class _Verbs(TyperGroup):
+    """Loads a verb when it is called. Shows what the user can mend as one line; `--debug` with traceback."""
+
+    def resolve_command(self, ctx: typer.Context, args: list[str]) -> tuple[str | None, Any, list[str]]:
+        name, listed, rest = super().resolve_command(ctx, args)
+        return name, listed and load_verb(name), rest
 
     def invoke(self, ctx: typer.Context) -> object:
         try:
@@ -28,8 +33,15 @@ class _OneLineErrors(TyperGroup):
             raise typer.Exit(1) from error
 
 
+def load_verb(name: str) -> TyperCommand:
+    """The command of `commands/<name>.py`: its function of that name."""
+    alone = typer.Typer(add_completion=False)
+    alone.command(name)(getattr(importlib.import_module(f"lmms_engine.commands.{name}"), name))
+    return typer.main.get_command(alone)
+
+
 app = typer.Typer(
-    cls=_OneLineErrors,
+    cls=_Verbs,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -44,13 +56,11 @@ def _options(debug: Annotated[bool, typer.Option(help="Show the traceback of an 
     setup_logging(debug=debug)
 
 
-def _add_verbs() -> None:
-    from lmms_engine.commands.export import export
-    from lmms_engine.commands.inspect import inspect
-    from lmms_engine.commands.report import report
-
-    for verb in (inspect, export, report):
-        app.command()(verb)
-
-
-_add_verbs()
+# A verb's file is imported when the verb is used; until then this says what `--help` shows of it.
+VERBS = {
+    "inspect": "Show the batches that a rank would train on (supervised text is coloured).",
+    "export": "Write a checkpoint as a folder that transformers' from_pretrained and AutoProcessor open.",
+    "report": "Write report.html: curves, settings, samples; one file that needs no network.",
+}
+for _name, _summary in VERBS.items():
+    app.command(_name, help=_summary)(lambda: None)
