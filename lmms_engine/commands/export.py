@@ -77,7 +77,9 @@ def find_checkpoint(source: Path) -> tuple[Path, Path]:
     if source.is_dir() and (run_dir / CONFIG_FILE).is_file():
         checkpoint.read_state(source)  # raises if it is not complete
         return run_dir, source
-    raise UserError(f"{source}: neither a run folder (with {CONFIG_FILE}) nor a checkpoint inside one")
+    raise UserError(
+        f"{source}: neither a run folder (with {CONFIG_FILE}) nor a checkpoint inside one; train first"
+    )
 
 
 def count_tensors(spec: ModelSpec, config: PretrainedConfig) -> int:

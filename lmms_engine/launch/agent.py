@@ -60,7 +60,7 @@ def exit_code(error: BaseException) -> tuple[int, str] | None:
     if failure.exitcode >= 0:
         return failure.exitcode, ""
     name = signal.Signals(-failure.exitcode).name
-    hint = ": out of host memory?" if name == "SIGKILL" else ""
+    hint = ": out of host memory? A new start goes on from the last checkpoint" if name == "SIGKILL" else ""
     return 128 - failure.exitcode, f"error: rank {rank} was killed by {name}{hint}"
 
 

@@ -62,7 +62,7 @@ def main(argv: list[str] | None = None) -> int:
     except Terminated as stop:
         return int(stop.code)
     except KeyboardInterrupt:
-        return _fail(f"{who}interrupted", INTERRUPTED, debug)
+        return _fail(f"{who}interrupted: a new start goes on from the last checkpoint", INTERRUPTED, debug)
     except Exception as error:
         return _fail(who + _internal(error), FAILED, debug)
     return 0

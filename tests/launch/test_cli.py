@@ -184,7 +184,7 @@ class TestEnding:
                 1,
                 "internal error: RuntimeError: two lines (run again with --debug for the traceback)",
             ),
-            (KeyboardInterrupt(), 130, "interrupted"),
+            (KeyboardInterrupt(), 130, "interrupted: a new start goes on from the last checkpoint"),
             (Terminated(), 143, ""),
         ],
     )
