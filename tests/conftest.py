@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 # Test processes share the cores. Set before torch is imported; processes that tests start inherit it.
@@ -20,6 +22,32 @@ REPO = Path(__file__).resolve().parents[1]
 def repo() -> Path:
     """The repository's root."""
     return REPO
+
+
+@pytest.fixture(scope="session")
+def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[Path], object]], Path]:
+    """`once(name, make)`: the folder that `make(folder)` fills, made by one test process for all of them."""
+    root = tmp_path_factory.getbasetemp()
+    root = root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
+
+    def folder(name: str, make: Callable[[Path], object]) -> Path:
+        with (root / f"{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not (root / name).exists():
+                partial = tmp_path_factory.mktemp(name) / "made"
+                make(partial)
+                partial.rename(root / name)
+        return root / name
+
+    return folder
+
+
+@pytest.fixture(scope="session")
+def corpus(once: Callable[[str, Callable[[Path], object]], Path]) -> Path:
+    """Rows with text and pictures, held-out ones, a processor folder. Read only."""
+    from tests.runs import make_corpus
+
+    return once("corpus", make_corpus)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +14,9 @@ from data_prep.sample import make_sample
 
 
 @pytest.fixture(scope="session")
-def sample(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def sample(once: Callable[[str, Callable[[Path], object]], Path]) -> Path:
     """A sample data set of 240 training rows; tests only read it."""
-    out = tmp_path_factory.mktemp("data") / "shapes"
-    make_sample(out, rows=240, seed=5)
-    return out
+    return once("shapes", partial(make_sample, rows=240, seed=5))
 
 
 @pytest.fixture(scope="session")
