@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
         if job.trainer.output_dir is None:
             job = job.with_output_dir(default_output_dir(configs))
         load_plugins(job)
-        check_dataset_type(job)
+        check_names(job)
     except UserError as error:
         return _fail(f"error: {error}", USAGE, debug, quiet=rank != 0)
     except Exception as error:
@@ -98,14 +98,21 @@ def default_output_dir(configs: list[Path]) -> str:
     return f"runs/{first.parent.name}-{preset}"
 
 
-def check_dataset_type(job: Job) -> None:
-    """Stops on a `dataset_type` that nobody has registered. Plugins have been loaded."""
+def check_names(job: Job) -> None:
+    """Stops on a dataset or processor that nobody has registered. Plugins have been loaded."""
     from lmms_engine.datasets import DATASETS
+    from lmms_engine.datasets.processor import PROCESSORS
 
-    name, legal = job.dataset.dataset_type, [BUILT_IN, *DATASETS.names()]
+    data, processor = job.dataset, job.dataset.processor_config.processor_type
+    _check_name("dataset_type", data.dataset_type, [BUILT_IN, *DATASETS.names()])
+    if processor is not None:
+        _check_name("processor_config.processor_type", processor, PROCESSORS.names())
+
+
+def _check_name(key: str, name: str, legal: list[str]) -> None:
     if name not in legal:
         hint = nearest(name, legal)
-        raise UserError(f"dataset_config.dataset_type={name}: not legal (legal: {', '.join(legal)}){hint}")
+        raise UserError(f"dataset_config.{key}={name}: not legal (legal: {', '.join(legal)}){hint}")
 
 
 def train(job: Job, *, is_main: bool, rank: int, debug: bool) -> None:

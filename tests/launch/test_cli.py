@@ -23,7 +23,7 @@ GOOD: dict[str, Any] = {
     "model_config": {"load_from_config": {"model_type": "qwen3_vl"}},
     "dataset_config": {
         "datasets": [{"path": "rows.jsonl"}],
-        "processor_config": {"processor_type": "cli_test"},
+        "processor_config": {"processor_type": "qwen3_vl"},
     },
     "trainer_args": {"output_dir": "runs/x", "report_to": "none", "dataloader_num_workers": 0},
     "plugins": ["./plugin.py"],
@@ -146,6 +146,14 @@ class TestWrongConfiguration:
         error = capsys.readouterr().err
         assert "dataset_config.dataset_type=vision_iterabel: not legal (legal: vision_iterable" in error
         assert "did you mean 'vision_iterable'?" in error
+
+    def test_processor_type_that_nobody_registered(
+        self, write: Write, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        write("a.yaml", {**GOOD, "plugins": []})
+        typo = "dataset_config.processor_config.processor_type=qwen3_v"
+        assert main(["--config", "a.yaml", typo]) == 2
+        assert f"{typo}: not legal (legal: " in capsys.readouterr().err
 
     def test_only_rank_0_speaks(
         self, write: Write, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
