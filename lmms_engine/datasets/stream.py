@@ -264,6 +264,8 @@ class ShardStream:
         try:
             if isinstance(raw, BadRow):
                 raise raw
+            if isinstance(raw, dict) and isinstance(raw.get("id"), str):
+                ref = ref._replace(id=raw["id"])   # so that a row which cannot be parsed has its name too
             row = parse_row(raw, source.folder(at.shard))
             ref = ref if row.id is None else ref._replace(id=row.id)
             sample = self._processor(row, ref)

@@ -280,6 +280,15 @@ def test_bad_rows_are_skipped_counted_and_named(tmp_path: Path, workers: int) ->
     assert (loader.take_skipped(), loader.skipped_total, loader.progress()) == ([], 2, 1.0)
 
 
+def test_a_row_that_cannot_be_parsed_is_named_by_its_id(tmp_path: Path) -> None:
+    made = [text_row(f"r{i}") for i in range(4)]
+    made[2]["imgs"] = ["a.png"]
+    loader = make_loader(make_job(write_jsonl(tmp_path / "rows.jsonl", made), on_bad_row="skip"))
+    assert sorted(ids_of(steps_of_epoch(loader))) == ["r0", "r1", "r3"]
+    (record,) = loader.take_skipped()
+    assert (record.id, record.row, record.kind) == ("r2", 2, "unknown_key")
+
+
 def test_too_many_bad_rows_stop_even_with_skip(tmp_path: Path) -> None:
     path = bad_file(tmp_path, count=200, bad=150)
     loader = make_loader(make_job(path, on_bad_row="skip", max_skip_fraction=0.5))
