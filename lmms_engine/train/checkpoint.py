@@ -14,9 +14,11 @@ from __future__ import annotations
 import json
 import logging
 import os
+import pickle
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -33,6 +35,11 @@ from lmms_engine.parallel.mesh import Mesh
 LOG = logging.getLogger("lmms_engine")
 STATE, LATEST, DCP_INDEX = "state.json", "latest", ".metadata"
 READ_BYTES = 1 << 30   # how much of a model is read at once when it is read whole
+# What torch's reader raises on files that are cut or garbled.
+DAMAGED = (
+    CheckpointException, OSError, EOFError, ValueError, RuntimeError, LookupError, TypeError, AttributeError,
+    ImportError, pickle.UnpicklingError,
+)  # fmt: skip
 
 
 class TensorPart(Protocol):
@@ -145,10 +152,8 @@ def load(folder: Path, parts: dict[str, TensorPart], mesh: Mesh) -> dict[str, An
     state = read_state(folder)
     tensors = {f"{part}.{k}": v for part, source in parts.items() for k, v in source.state_dict().items()}
     _compare(folder, tensors, set(parts))
-    try:
+    with _readable(folder):
         dcp.load(tensors, checkpoint_id=folder, process_group=mesh.host)
-    except (CheckpointException, OSError, ValueError, RuntimeError) as error:
-        raise UserError(f"the checkpoint {folder} cannot be read: {_reason(error)}") from error
     for part, target in parts.items():
         prefix = f"{part}."
         target.load_state_dict(
@@ -213,7 +218,7 @@ def model_only_state(folder: Path) -> Iterator[tuple[str, Tensor]]:
     At most about 1 GiB, or one tensor, is read ahead.
     """
     read_state(folder)
-    index = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    index = _read_index(folder)
     batch: dict[str, Tensor] = {}
     size = 0
     for key, entry in index.items():
@@ -227,9 +232,27 @@ def model_only_state(folder: Path) -> Iterator[tuple[str, Tensor]]:
     yield from _read_whole(folder, batch)
 
 
+def _read_index(folder: Path) -> dict[str, Any]:
+    """What torch notes of every tensor in a checkpoint, by name."""
+    with _readable(folder):
+        return dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+
+
+@contextmanager
+def _readable(folder: Path) -> Iterator[None]:
+    """Turns what reading damaged files raises into one UserError."""
+    try:
+        yield
+    except DAMAGED as error:
+        raise UserError(
+            f"the checkpoint {folder} cannot be read: {_reason(error)}. "
+            "Move it aside to go on from the one before it"
+        ) from error
+
+
 def _read_whole(folder: Path, batch: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     if batch:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _readable(folder):
             warnings.filterwarnings("ignore", "torch.distributed is disabled")   # that is what is meant
             dcp.load(batch, checkpoint_id=folder, no_dist=True)
     for key, tensor in batch.items():
@@ -238,7 +261,7 @@ def _read_whole(folder: Path, batch: dict[str, Tensor]) -> Iterator[tuple[str, T
 
 def _compare(folder: Path, tensors: dict[str, Tensor], parts: set[str]) -> None:
     """Raises unless the checkpoint's tensors are those wanted: a missing moment would be zeros, silently."""
-    index = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    index = _read_index(folder)
     held = {key: entry for key, entry in index.items() if key.split(".", 1)[0] in parts}
     for problem, keys in (
         ("lacks", [key for key in tensors if key not in held]),
@@ -330,4 +353,6 @@ def _reason(error: BaseException) -> str:
                 return f"{seen.strerror} ({seen.filename})" if seen.filename else seen.strerror
             seen = seen.__cause__ or seen.__context__
     cause = causes[0] if causes else error
+    if "inline_container" in str(cause):   # torch's file writer, whose own words say nothing of the disk
+        return "a file could not be written to its end (is the disk full?)"
     return next((line for line in str(cause).splitlines() if line), type(cause).__name__)

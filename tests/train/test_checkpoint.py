@@ -154,9 +154,18 @@ def test_a_damaged_checkpoint_is_one_clear_error(mesh, tmp_path):
     shard.write_bytes(shard.read_bytes()[:2000])
     with pytest.raises(UserError, match="cannot be read"):
         checkpoint.load(folder, backend.state(), mesh)
+    with pytest.raises(UserError, match="cannot be read"):
+        list(checkpoint.model_only_state(folder))   # what export reads
     shard.unlink()
     with pytest.raises(UserError, match="cannot be read"):
         checkpoint.load(folder, backend.state(), mesh)
+    index = folder / checkpoint.DCP_INDEX
+    for rest in (b"", index.read_bytes()[:200], b"\xff" * 200):
+        index.write_bytes(rest)
+        with pytest.raises(UserError, match=r"cannot be read.*Move it aside"):
+            checkpoint.load(folder, backend.state(), mesh)
+        with pytest.raises(UserError, match="cannot be read"):
+            list(checkpoint.model_only_state(folder))
 
 
 # ---- what is kept, and what is resumed ---------------------------------------------------------------
@@ -269,6 +278,20 @@ def fill_the_disk(mesh, folder):
     except UserError as error:
         return str(error)
     return "nothing raised"
+
+
+@pytest.mark.parametrize("limit", [1_000, 3_000, 30_000])
+def test_a_write_cut_short_anywhere_speaks_of_the_disk(mesh, tmp_path, limit):
+    """Torch's own file writer notices some cuts first, in words that say nothing of a disk."""
+    big = {"model": checkpoint.ModelState(toy.build(mesh, toy.job()).model)}
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        with pytest.raises(UserError, match=r"File too large|is the disk full\?") as caught:
+            checkpoint.save(tmp_path, 1, big, mesh, {})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "inline_container" not in str(caught.value)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

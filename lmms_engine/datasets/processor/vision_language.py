@@ -175,11 +175,15 @@ class VisionLanguageProcessor:
         """
         from transformers import AutoProcessor
 
+        where = f"dataset_config.processor_config.processor_name={folder_or_id}"
+        folder = Path(folder_or_id).expanduser()
+        if not folder.exists() and (folder.is_absolute() or str(folder_or_id).startswith(".")):
+            raise UserError(f"{where}: no processor can be opened: there is no such folder")
         try:
             hf = AutoProcessor.from_pretrained(str(folder_or_id))
         except (OSError, ValueError) as error:
             reason = str(error).splitlines()[0]
-            raise UserError(f"no processor can be opened from {folder_or_id}: {reason}") from None
+            raise UserError(f"{where}: no processor can be opened: {reason}") from None
         return cls(
             hf,
             config=config,

@@ -320,8 +320,10 @@ def test_it_survives_a_trip_to_a_worker(build: Build, sample: Make, tmp_path: Pa
 
 def test_wrong_folder_is_a_clear_error(build: Build, folders: Path, family: str, tmp_path: Path) -> None:
     ours = type(build())
-    with pytest.raises(UserError, match="no processor can be opened"):
+    with pytest.raises(UserError, match=r"processor_name=.*nothing: no processor.*no such folder"):
         ours.from_pretrained(tmp_path / "nothing")
+    with pytest.raises(UserError, match=r"processor_name=\S+: no processor can be opened: "):
+        ours.from_pretrained(tmp_path)   # a folder without one
     other = {"qwen3_vl": "qwen2_5_vl", "qwen2_5_vl": "qwen3_vl"}[family]
     with pytest.raises(UserError, match="needs a Qwen"):
         ours.from_pretrained(folders / other)
