@@ -260,8 +260,8 @@ OURS_IN_TRAINER = (
     "max_grad_norm", "max_steps", "num_train_epochs", "per_device_train_batch_size",
     "gradient_accumulation_steps", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_ratio", "warmup_steps",
     "bf16", "use_rmpad", "use_liger_kernel", "use_muon", "fsdp2", "fsdp_config", "deepspeed",
-    "sp_ulysses_degree", "ep_degree", "freeze_modules", "dataloader_num_workers", "save_steps",
-    "save_total_limit", "eval_steps", "logging_steps", "report_to", "seed", "log_rows",
+    "sp_ulysses_degree", "ep_degree", "router_z_loss_coef", "freeze_modules", "dataloader_num_workers",
+    "save_steps", "save_total_limit", "eval_steps", "logging_steps", "report_to", "seed", "log_rows",
 )
 
 TRAINER: dict[str, Any] = {

@@ -163,6 +163,7 @@ class TrainerSection(Section):
     deepspeed: Any = None
     sp_ulysses_degree: Positive = 1
     ep_degree: Positive = 1
+    router_z_loss_coef: Annotated[float, Field(ge=0)] = 0.0   # of models with experts
     freeze_modules: Names = ()
     dataloader_num_workers: Annotated[int, Field(ge=0)] = 4
     save_steps: Positive = 500
@@ -226,7 +227,6 @@ LEGAL_NOW: dict[str, tuple[Any, ...]] = {
     "dataset_config.overlong": ("drop", "error"),
     "trainer_args.use_muon": (False,),
     "trainer_args.deepspeed": (None,),
-    "trainer_args.ep_degree": (1,),
 }
 
 # Pairs of keys that say one thing in two ways. Given in a later layer, one drops the other of earlier layers.

@@ -396,7 +396,6 @@ class TestExamplesThatLoad:
 
 # Examples of families and features to come, reduced to what matters: every error names such a feature.
 LATER = {
-    "mixture of experts": (OLD_FORM.replace("ep_degree: 1", "ep_degree: 8"), ["trainer_args.ep_degree=8"]),
     "omni": (
         """
 - type: trainer

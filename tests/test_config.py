@@ -131,6 +131,7 @@ class TestDefaults:
                 "deepspeed": None,
                 "sp_ulysses_degree": 1,
                 "ep_degree": 1,
+                "router_z_loss_coef": 0.0,
                 "freeze_modules": (),
                 "dataloader_num_workers": 4,
                 "save_steps": 500,
@@ -515,7 +516,7 @@ class TestNumbersAndKeys:
                     "packing_strategy": "balanced",
                     "max_length": 64000,
                 },
-                "trainer_args": {"max_steps": "3", "ep_degree": 2, "fp16": True, "eval_steps": 5},
+                "trainer_args": {"max_steps": "3", "ep_degree": 0, "fp16": True, "eval_steps": 5},
                 "extra": 1,
             }
         )
@@ -545,7 +546,6 @@ class TestNumbersAndKeys:
     @pytest.mark.parametrize(
         ("section", "key", "value", "legal"),
         [
-            ("trainer_args", "ep_degree", 2, "1"),
             ("trainer_args", "use_muon", True, "false"),
             ("trainer_args", "deepspeed", "zero2.json", "null"),
             ("trainer_args", "deepspeed", {"zero_optimization": {}}, "null"),

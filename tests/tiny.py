@@ -10,13 +10,16 @@ from transformers import PretrainedConfig, vision_utils
 
 from lmms_engine.datasets.batch import PackedBatch
 from lmms_engine.datasets.sample import Sample
-from lmms_engine.kernels import attention
+from lmms_engine.kernels import attention, experts
 from lmms_engine.kernels.loss_head import replace_head
 from lmms_engine.models.spec import MODELS
 from lmms_engine.objectives.next_token import NextToken
+from lmms_engine.parallel.paths import resolve
 from lmms_engine.segments import Segments
 
-FAMILIES = tuple(MODELS)
+FAMILIES = tuple(name for name in MODELS if MODELS.get(name).layout.encoders)   # vision and language
+TEXT_FAMILIES = ("qwen3_moe",)
+DECODERS = FAMILIES + TEXT_FAMILIES
 CPU = torch.device("cpu")
 
 
@@ -27,6 +30,9 @@ def build(family: str, *, rmpad: bool = True) -> tuple[NextToken, list[Sample]]:
     replace_head(model, spec.layout.head, fused=False)
     names = attention.install("sdpa") if rmpad else attention.LIBRARY
     attention.use(model, spec.layout.attention, names)
+    if spec.layout.experts is not None:
+        modules = resolve(model, spec.layout.experts)
+        experts.use(model, modules, experts.install("loop") if rmpad else experts.LIBRARY)
     return NextToken(model, spec, model.config, rmpad=rmpad), samples
 
 

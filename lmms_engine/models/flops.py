@@ -11,7 +11,7 @@ conventional  what most papers report: 6 * weights * tokens with every part trai
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,8 +45,8 @@ class Tally:
         self.conventional = 0.0
 
     def trains(self, module: str) -> bool:
-        """Whether the weight of `module` is trained."""
-        return f"{module}.weight" not in self.frozen
+        """Whether the weight of `module`, or the parameter of that name itself, is trained."""
+        return not {f"{module}.weight", module} & self.frozen
 
     def passes(self, *modules: str) -> None:
         """Modules without matrix products (norms, embeddings): only their being trained counts."""
@@ -78,13 +78,43 @@ class Tally:
         return Flops(self.strict, self.conventional)
 
 
-def add_decoder(tally: Tally, config: Any, batch: PackedBatch, *, prefix: str, qk_norm: bool) -> None:
-    """A decoder of gated-MLP layers over the batch's real rows. config: the text config."""
+# Adds the feed-forward part of a layer: (tally, config, layer's path, its index, tokens).
+FeedForward = Callable[[Tally, Any, str, int, int], None]
+
+
+def add_mlp(tally: Tally, config: Any, layer: str, index: int, tokens: int) -> None:
+    """A gated MLP."""
+    dim, inner = config.hidden_size, config.intermediate_size
+    tally.linear(tokens, (f"{layer}.mlp.gate_proj", dim, inner), (f"{layer}.mlp.up_proj", dim, inner))
+    tally.linear(tokens, (f"{layer}.mlp.down_proj", inner, dim))
+
+
+def add_experts(tally: Tally, config: Any, layer: str, index: int, tokens: int) -> None:
+    """A router and the experts that tokens visit; those they do not visit cost nothing."""
+    dim, inner = config.hidden_size, config.moe_intermediate_size
+    router = Tally(tally.frozen, differentiable=tally.differentiable)
+    router.linear(tokens, (f"{layer}.mlp.gate", dim, config.num_experts))
+    visits = tokens * config.num_experts_per_tok
+    tally.linear(visits, (f"{layer}.mlp.experts.gate_up_proj", dim, 2 * inner))
+    tally.linear(visits, (f"{layer}.mlp.experts.down_proj", inner, dim))
+    tally.join(router)
+
+
+def add_decoder(
+    tally: Tally,
+    config: Any,
+    batch: PackedBatch,
+    *,
+    prefix: str,
+    qk_norm: bool,
+    feed_forward: FeedForward = add_mlp,
+) -> None:
+    """A decoder over the batch's real rows. config: the text config."""
     lengths = batch.row_lengths()
     tokens = sum(lengths)
     square = float(sum(n * n for n in lengths))
     pairs = float(sum(n * (n + 1) // 2 for n in lengths)) if batch.segments.causal else square
-    dim, inner, heads = config.hidden_size, config.intermediate_size, config.num_attention_heads
+    dim, heads = config.hidden_size, config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or dim // heads
     q_width, kv_width = heads * head_dim, config.num_key_value_heads * head_dim
     for i in range(config.num_hidden_layers):
@@ -102,8 +132,7 @@ def add_decoder(tally: Tally, config: Any, batch: PackedBatch, *, prefix: str, q
         tally.attention(pairs, square, q_width)
         tally.linear(tokens, (f"{attention}.o_proj", q_width, dim))
         tally.passes(f"{layer}.post_attention_layernorm")
-        tally.linear(tokens, (f"{layer}.mlp.gate_proj", dim, inner), (f"{layer}.mlp.up_proj", dim, inner))
-        tally.linear(tokens, (f"{layer}.mlp.down_proj", inner, dim))
+        feed_forward(tally, config, layer, i, tokens)
     tally.passes(f"{prefix}.norm")
 
 

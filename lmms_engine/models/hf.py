@@ -83,9 +83,9 @@ def _from_mapping(given: Mapping[str, Any]) -> PretrainedConfig:
         if values:
             raise UserError(f"{where}: {', '.join(values)} beside `config`; put model keys inside it")
         values, where = dict(inner), f"{where}.config"
-    for_type(model_type)
+    undeclared = for_type(model_type).undeclared
     config_class = type(AutoConfig.for_model(model_type))
-    problems = list(_unknown_keys(values, config_class, where))
+    problems = list(_unknown_keys(values, config_class, where, undeclared))
     if problems:
         raise UserError("\n".join(problems))
     try:
@@ -95,10 +95,14 @@ def _from_mapping(given: Mapping[str, Any]) -> PretrainedConfig:
 
 
 def _unknown_keys(
-    values: Mapping[str, Any], config_class: type[PretrainedConfig], where: str
+    values: Mapping[str, Any],
+    config_class: type[PretrainedConfig],
+    where: str,
+    undeclared: tuple[str, ...] = (),
 ) -> Iterator[str]:
     """One message for each key that a config class, or the class of a nested config, does not have."""
     names = {field.name for field in dataclasses.fields(config_class)} | set(config_class.attribute_map)
+    names.update(undeclared)
     if "rope_parameters" in names:
         names |= {"rope_scaling", "rope_theta"}   # how older files write it
     legal = sorted(names | {"model_type", "torch_dtype"})

@@ -33,6 +33,7 @@ class Layout:
     head: str                        # the output projection, replaced by LossHead
     norm: str                        # final norm before the head
     embed: str                       # input embedding
+    experts: str | None = None       # modules of stacked expert weights; expert parallelism spreads them
     # sub-config name ("" = the top) -> "decoder" | "encoder"
     attention: dict[str, str] = field(default_factory=dict)
 
@@ -60,10 +61,11 @@ class ModelSpec:
     # keywords of the decoder's forward -> the same for the tokens of a slice (sequence parallelism)
     shard_inputs: Callable[[dict[str, Any], slice], dict[str, Any]] = shard_inputs
     swaps: tuple[str, ...] = ()                                # kernels/liger.py: swaps that must match
+    undeclared: tuple[str, ...] = ()                           # config keys that the library reads all the same
 
 
 MODELS: Registry[ModelSpec] = Registry(
-    "model", {name: f"lmms_engine.models.{name}" for name in ("qwen2_5_vl", "qwen3_vl")}
+    "model", {name: f"lmms_engine.models.{name}" for name in ("qwen2_5_vl", "qwen3_moe", "qwen3_vl")}
 )
 
 

@@ -1,9 +1,9 @@
-"""Samples for tiny random vision-language models, written as pieces. For tests; no processor, no files."""
+"""Samples for tiny random models, written as pieces. For tests; no processor, no files."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -98,6 +98,12 @@ def build_sample(
         position_ids=torch.cat(positions, dim=1),
         media=media,
     )
+
+
+def build_text_sample(name: str, pieces: Sequence[Text], *, seed: int, vocabulary: Vocabulary) -> Sample:
+    """A sample of random text with positions [T]."""
+    sample = build_sample(name, pieces, seed=seed, vocabulary=vocabulary, merge_size=1, patch_dim=0)
+    return replace(sample, position_ids=sample.position_ids[0])
 
 
 def _text(piece: Text | Token, vocabulary: Vocabulary, rng: torch.Generator) -> tuple[Tensor, bool]:

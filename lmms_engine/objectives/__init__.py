@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lmms_engine.datasets.sources import source_names
+from lmms_engine.errors import UserError
 from lmms_engine.objectives.base import Objective
 from lmms_engine.registry import Registry
 
@@ -25,9 +26,18 @@ OBJECTIVES: Registry[Callable[..., Objective]] = Registry(
 def build_objective(spec: ModelSpec, model: nn.Module, config: PretrainedConfig, job: Job) -> Objective:
     """The objective that `spec` trains with, around a model whose head is a LossHead."""
     sources = source_names(job.dataset, "train")
-    return OBJECTIVES.get(spec.objective)(
-        model, spec, config, rmpad=job.trainer.use_rmpad, sources=sources if len(sources) > 1 else ()
-    )
+    options: dict[str, Any] = {
+        "rmpad": job.trainer.use_rmpad,
+        "sources": sources if len(sources) > 1 else (),
+    }
+    if job.trainer.router_z_loss_coef:
+        if spec.layout.experts is None:
+            raise UserError(
+                f"trainer_args.router_z_loss_coef={job.trainer.router_z_loss_coef:g}: {spec.name} has no "
+                "routers (legal: 0)"
+            )
+        options["router_z_loss_coef"] = job.trainer.router_z_loss_coef
+    return OBJECTIVES.get(spec.objective)(model, spec, config, **options)
 
 
 __all__ = ["OBJECTIVES", "Objective", "build_objective"]

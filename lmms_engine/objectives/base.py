@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lmms_engine.datasets.batch import PackedBatch
@@ -21,6 +22,7 @@ class Objective(nn.Module):
 
     model: nn.Module
     coefficients: dict[str, float]   # term -> factor in the loss; 0 makes a term a metric
+    sequence_group: dist.ProcessGroup | None = None   # the ranks that share this rank's sequences
     shares_sequences: ClassVar[bool] = False   # whether `forward` takes a batch made by `PackedBatch.shard`
 
     def draw(self, batch: PackedBatch, rng: torch.Generator) -> PackedBatch:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from lmms_engine.datasets.batch import PackedBatch
 from lmms_engine.objectives import OBJECTIVES
 from lmms_engine.objectives.base import SOURCE_TERM, Objective
+from lmms_engine.objectives.routing import TERMS, router_sums
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,6 +28,9 @@ class NextToken(Objective):
 
     rmpad: True runs the flat sequence through our attention (the model must `use` it); False unfolds the pack
     to one padded row per segment and leaves attention and its mask to the library: an independent reference.
+
+    A model with experts has the terms of routing.py too. The load balance counts in the loss by the config's
+    `router_aux_loss_coef` where `output_router_logits` is true, as in the library; z by `router_z_loss_coef`.
     """
 
     shares_sequences = True
@@ -39,12 +43,19 @@ class NextToken(Objective):
         *,
         rmpad: bool = True,
         sources: Sequence[str] = (),
+        router_z_loss_coef: float = 0.0,
     ) -> None:
         super().__init__()
         self.model = model
         self._source_terms = [SOURCE_TERM + name for name in sources]
         self._sources = tuple(sources)
         self.coefficients = {"ce": 1.0} | dict.fromkeys(self._source_terms, 0.0)
+        self._routes = spec.layout.experts is not None
+        if self._routes:
+            text = config.get_text_config()
+            self._top_k = text.num_experts_per_tok
+            aux = text.router_aux_loss_coef if text.output_router_logits else 0.0
+            self.coefficients |= dict(zip(TERMS, (aux, router_z_loss_coef, 0.0), strict=True))
         self.rmpad = rmpad
         self._config = config
         self._extra_kwargs = spec.extra_kwargs
@@ -55,18 +66,23 @@ class NextToken(Objective):
         return batch.with_groups(self._sources) if self._sources else batch
 
     def weights(self, batch: PackedBatch) -> dict[str, float]:
-        """`ce`: the sum of the loss weights, from a batch on the host; of a source, that of its positions."""
+        """`ce`: the sum of the loss weights, from a batch on the host; of a source, that of its positions.
+
+        Routers count every token of a row, supervised or not.
+        """
         weights = batch.loss_weights.double()
         own = (weights[batch.groups == i].sum() for i in range(len(self._sources)))
         sums = dict(zip(self._source_terms, own, strict=True))
-        return {term: float(total) for term, total in {"ce": weights.sum(), **sums}.items()}
+        routing = dict.fromkeys(TERMS, batch.num_tokens) if self._routes else {}
+        return {term: float(total) for term, total in {"ce": weights.sum(), **sums, **routing}.items()}
 
     def forward(self, batch: PackedBatch) -> dict[str, Tensor]:
         """The sum over this batch. Weights that are not on the device yet cost a sync each."""
         listed = batch.supervised is not None
         head = self.model.get_submodule(self._head)
+        hidden, router_logits = self._run(batch)
         loss = head(
-            self.hidden(batch),
+            hidden,
             batch.labels,
             batch.loss_weights,
             supervised=batch.supervised,
@@ -74,16 +90,34 @@ class NextToken(Objective):
             groups=batch.groups,
             num_groups=len(self._sources),
         )
+        terms = self._routing(batch, router_logits) if self._routes else {}
         if not self._sources:
-            return {"ce": loss}
+            return {"ce": loss, **terms}
         total, by_source = loss
-        return {"ce": total, **dict(zip(self._source_terms, by_source, strict=True))}
+        return {"ce": total, **dict(zip(self._source_terms, by_source, strict=True)), **terms}
+
+    def _routing(self, batch: PackedBatch, router_logits: Sequence[Tensor]) -> dict[str, Tensor]:
+        """The terms of routing.py; no graph where they are metrics alone."""
+        group = self.sequence_group
+        part = (0, 1) if group is None else (group.rank(), group.size())
+        with torch.set_grad_enabled(
+            torch.is_grad_enabled() and any(self.coefficients[term] for term in TERMS)
+        ):
+            return router_sums(
+                router_logits, batch.segments, len(batch.rows), top_k=self._top_k, part=part, group=group
+            )
 
     def hidden(self, batch: PackedBatch) -> Tensor:
         """The body's last hidden states on the flat sequence, [T, dim], whichever path computes them."""
+        return self._run(batch)[0]
+
+    def _run(self, batch: PackedBatch) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The hidden states, and the logits of every router, [T, E] each."""
         body = self.model.get_submodule(self._body)
         flat = {"input_ids": batch.input_ids, **self._extra_kwargs(batch, self._config)}
         ids, positions = flat.pop("input_ids"), batch.position_ids
+        if self._routes:
+            flat["output_router_logits"] = True
         if self.rmpad:
             out = body(
                 input_ids=ids[None],
@@ -92,7 +126,7 @@ class NextToken(Objective):
                 use_cache=False,
                 **flat,
             )
-            return out.last_hidden_state[0]
+            return out.last_hidden_state[0], out.router_logits if self._routes else ()
         unfold, mask_BL, refold = padded_index(batch)
         out = body(
             input_ids=ids[unfold].masked_fill(mask_BL == 0, 0),   # the mask hides them, whatever the id
@@ -101,7 +135,8 @@ class NextToken(Objective):
             use_cache=False,
             **flat,
         )
-        return out.last_hidden_state.flatten(0, 1)[refold]
+        router_logits = tuple(layer[refold] for layer in out.router_logits) if self._routes else ()
+        return out.last_hidden_state.flatten(0, 1)[refold], router_logits
 
 
 def padded_index(batch: PackedBatch) -> tuple[Tensor, Tensor, Tensor]:

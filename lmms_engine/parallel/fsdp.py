@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from lmms_engine.errors import UserError
 from lmms_engine.parallel.mesh import Mesh
@@ -21,10 +23,15 @@ from lmms_engine.parallel.mesh import Mesh
 
 @dataclass(frozen=True)
 class Unit:
-    """Modules whose parameters are gathered together, from the call of the first until the last has run."""
+    """Modules whose parameters are gathered together, from the call of the first until the last has run.
+
+    mesh: over which they are sharded; None: all of `Mesh.fsdp`. dim: the dimension that is cut.
+    """
 
     name: str
     modules: tuple[nn.Module, ...]
+    mesh: DeviceMesh | None = None
+    dim: int = 0
 
 
 def tied_names(model: nn.Module) -> list[list[str]]:
@@ -52,12 +59,22 @@ def apply_fsdp(
     )
     for unit in [*units, Unit("root", (root,))]:
         target = unit.modules[0] if len(unit.modules) == 1 else list(unit.modules)
-        fully_shard(target, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+        fully_shard(
+            target,
+            mesh=unit.mesh or mesh.fsdp,
+            mp_policy=policy,
+            reshard_after_forward=reshard_after_forward,
+            shard_placement_fn=partial(_cut, dim=unit.dim) if unit.dim else None,
+        )
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)   # gloo has no pre-multiplied sum
     assert_ties(root, ties)
+
+
+def _cut(parameter: nn.Parameter, *, dim: int) -> Shard:
+    return Shard(dim)
 
 
 def assert_ties(model: nn.Module, ties: list[list[str]]) -> None:

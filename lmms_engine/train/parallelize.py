@@ -15,12 +15,19 @@ import torch
 from torch import nn
 
 from lmms_engine.errors import UserError
-from lmms_engine.kernels import attention, liger, loss_head, widen
+from lmms_engine.kernels import attention, experts, liger, loss_head, widen
 from lmms_engine.models import hf
 from lmms_engine.models.spec import Layout, ModelSpec, for_type
 from lmms_engine.objectives import OBJECTIVES, build_objective
 from lmms_engine.objectives.base import Objective
 from lmms_engine.parallel.activation_checkpoint import apply_activation_checkpointing, choose_blocks
+from lmms_engine.parallel.expert_parallel import (
+    FSDP_DIM,
+    TokenExchange,
+    check_experts,
+    check_shards,
+    shard_experts,
+)
 from lmms_engine.parallel.freeze import apply_freeze, keep_in_eval
 from lmms_engine.parallel.fsdp import Unit, apply_fsdp, materialise
 from lmms_engine.parallel.mesh import Degrees, Mesh
@@ -49,7 +56,9 @@ def build_model(
     model = hf.build_meta(spec, config)
     apply_kernels(model, spec, job, mesh.device, exchange)
     apply_sequence_parallel(model, spec, exchange)
+    apply_expert_parallel(model, spec.layout, job.trainer, mesh)
     objective = build_objective(spec, model, config, job)
+    objective.sequence_group = mesh.sp
     parallelize(objective, spec.layout, mesh, job.trainer)
     source, seed = job.model.load_from_pretrained_path, job.trainer.seed
     weights = (lambda: hf.weight_stream(spec, config, source, seed)) if load_weights else None
@@ -61,6 +70,8 @@ def check_layout(job: Job, spec: ModelSpec, config: PretrainedConfig, mesh: Mesh
     """Raises UserError for a split of the ranks that this family cannot have, before anything is built."""
     degrees = Degrees.of(job.trainer, mesh.world_size)
     assert degrees == Degrees(mesh.sp_size, mesh.ep_size, mesh.shard_size), "a mesh of another job"
+    routed = config.get_text_config() if spec.layout.experts is not None else None
+    check_experts(degrees.ep, getattr(routed, "num_experts", None), spec.name)
     if degrees.sp == 1:
         return
     if not getattr(OBJECTIVES.get(spec.objective), "shares_sequences", False):
@@ -79,6 +90,23 @@ def apply_sequence_parallel(model: nn.Module, spec: ModelSpec, exchange: Ulysses
     if exchange is not None:
         decoder = model.get_submodule(spec.layout.decoder)
         split_sequence(decoder, spec.shard_inputs, exchange.rank, exchange.size)
+
+
+def apply_expert_parallel(model: nn.Module, layout: Layout, trainer: TrainerSection, mesh: Mesh) -> None:
+    """Our experts in place of the library's, on the ranks of `mesh.ep` where they are spread over several."""
+    if layout.experts is None:
+        return
+    modules = resolve(model, layout.experts)
+    if mesh.ep is None and not trainer.use_rmpad:   # the reference path is the library's throughout
+        experts.use(model, modules, experts.LIBRARY)
+        return
+    dtype = torch.bfloat16 if computes_in_bf16(trainer, mesh.device) else torch.float32
+    product = experts.resolve(list(modules.values()), mesh.device, dtype)
+    exchange = None if mesh.ep is None else TokenExchange(mesh.ep.get_group())
+    experts.use(model, modules, experts.install(product, exchange))
+    if mesh.ep is not None:
+        check_shards(modules, mesh.efsdp)
+        shard_experts(modules, mesh.ep)
 
 
 def apply_kernels(
@@ -123,7 +151,9 @@ def parallelize(objective: Objective, layout: Layout, mesh: Mesh, trainer: Train
     check_wrapped_classes(settings.transformer_layer_cls_to_wrap, blocks, encoders)
     recomputed = choose_blocks(model, settings.activation_checkpointing, blocks, encoders)
     apply_activation_checkpointing(recomputed)
-    units = plan_units(model, layout, blocks, encoders)
+    spread = resolve(model, layout.experts) if layout.experts is not None and mesh.ep is not None else {}
+    units = [Unit(name, (module,), mesh.efsdp, FSDP_DIM) for name, module in spread.items()]
+    units += plan_units(model, layout, blocks, encoders)
     table = format_table(objective, layout, units, blocks, recomputed, frozen)
     bf16 = computes_in_bf16(trainer, mesh.device)
     apply_fsdp(objective, units, mesh, bf16=bf16, reshard_after_forward=settings.reshard_after_forward)
@@ -131,6 +161,7 @@ def parallelize(objective: Objective, layout: Layout, mesh: Mesh, trainer: Train
         compute = "bfloat16" if bf16 else "float32"
         split = f"{mesh.world_size} ranks, {mesh.shard_size} to a copy of the parameters"
         split += f", {mesh.sp_size} to a sequence" if mesh.sp_size > 1 else ""
+        split += f", {mesh.ep_size} to a set of experts" if mesh.ep_size > 1 else ""
         LOG.info("model: %s compute, float32 masters, %s\n%s", compute, split, table)
 
 
@@ -180,7 +211,9 @@ def format_table(
     frozen: list[str],
 ) -> str:
     """Patterns and what they matched, with trainable and frozen parameter counts. Call it before sharding."""
-    width = max(len(name) for name in (*layout.blocks, *(u.name for u in units if u.name not in blocks)))
+    spread = [unit for unit in units if unit.mesh is not None]
+    alone = [unit for unit in units if unit.name not in blocks and unit.mesh is None]
+    width = max(len(name) for name in (*layout.blocks, layout.experts or "", *(u.name for u in alone)))
     lines = [f"  {'unit':<{width}} {'modules':>7} {'recompute':>9} {'parameters':>15} {'trainable':>15}"]
     counted: set[int] = set()
 
@@ -193,13 +226,14 @@ def format_table(
                 trainable += parameter.numel() * parameter.requires_grad
         lines.append(f"  {name:<{width}} {len(modules):>7} {recompute:>9} {total:>15,} {trainable:>15,}")
 
+    if spread:
+        row(layout.experts, [module for unit in spread for module in unit.modules])
     for pattern in layout.blocks:
         matched = resolve(objective.model, pattern)
         done = sum(name in recomputed for name in matched)
         row(pattern, list(matched.values()), str(done) if done else "no")
-    for unit in units:
-        if unit.name not in blocks:
-            row(unit.name, list(unit.modules))
+    for unit in alone:
+        row(unit.name, list(unit.modules))
     row("root: all the rest", [objective])
     parameters = list(objective.parameters())
     trainable = sum(p.numel() for p in parameters if p.requires_grad)

@@ -17,7 +17,8 @@ from lmms_engine.registry import Registry
 T = TypeVar("T", bound=ProcessorClass)
 
 PROCESSORS: Registry[ProcessorClass] = Registry(
-    "processor", {name: f"lmms_engine.models.{name}.processor" for name in ("qwen2_5_vl", "qwen3_vl")}
+    "processor",
+    {name: f"lmms_engine.models.{name}.processor" for name in ("qwen2_5_vl", "qwen3_moe", "qwen3_vl")},
 )
 
 __all__ = ["PROCESSORS", "KeyRule", "Processor", "ProcessorClass", "register_processor"]
