@@ -160,7 +160,7 @@ class TrainerSection(Section):
     use_muon: bool = False
     fsdp2: bool = True
     fsdp_config: FsdpConfig = FsdpConfig()
-    deepspeed: Any = None
+    deepspeed: dict[str, Any] | None = None   # with deepspeed_trainer; a path is read where it is given
     sp_ulysses_degree: Positive = 1
     ep_degree: Positive = 1
     router_z_loss_coef: Annotated[float, Field(ge=0)] = 0.0   # of models with experts
@@ -199,6 +199,14 @@ class Job(Section):
     trainer: TrainerSection = Field(default=TrainerSection(), alias="trainer_args")
     plugins: Names = ()
 
+    @model_validator(mode="before")
+    @classmethod
+    def _one_backend(cls, given: Any) -> Any:
+        trainer = given.get("trainer_args", {}) if isinstance(given, dict) else None
+        if not isinstance(trainer, dict) or given.get("trainer_type") != "deepspeed_trainer":
+            return given
+        return given | {"trainer_args": {"fsdp2": False} | trainer}
+
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], *, env: Mapping[str, str] = os.environ) -> Job:
         """The job that a mapping in the form of a YAML file describes; raises UserError with all problems."""
@@ -219,14 +227,12 @@ class Job(Section):
 
 # Keys whose feature is still to come: the values that are legal until then.
 LEGAL_NOW: dict[str, tuple[Any, ...]] = {
-    "trainer_type": ("fsdp2_trainer",),
     "dataset_config.dataset_format": ("auto", "yaml", "json", "jsonl", "arrow", "parquet"),
     "dataset_config.datasets.*.data_type": ("auto", "json", "jsonl", "arrow", "parquet"),
     "dataset_config.eval_datasets.*.data_type": ("auto", "json", "jsonl", "arrow", "parquet"),
     "dataset_config.packing_strategy": ("first_fit",),
     "dataset_config.overlong": ("drop", "error"),
     "trainer_args.use_muon": (False,),
-    "trainer_args.deepspeed": (None,),
 }
 
 # Pairs of keys that say one thing in two ways. Given in a later layer, one drops the other of earlier layers.
@@ -322,7 +328,7 @@ def _stack(
     layer = compat.translate(content, problems)
     if isinstance(layer.get("plugins"), list):
         layer["plugins"] = [_plugin(name, folder, env) for name in layer["plugins"]]
-    tree = dict(tree)
+    tree = _drop_deepspeed(tree) if _read_deepspeed_file(layer, env, problems) else dict(tree)
     for section, *pair in ALTERNATIVES:
         new, old = layer.get(section), tree.get(section)
         if not (isinstance(new, dict) and isinstance(old, dict)):
@@ -332,6 +338,35 @@ def _stack(
                 old = {key: value for key, value in old.items() if key != other}
         tree[section] = old
     return merge(tree, layer)
+
+
+def _read_deepspeed_file(layer: dict[str, Any], env: Mapping[str, str], problems: list[str]) -> bool:
+    """Puts what the file `trainer_args.deepspeed` says in its place; True if the layer names a file."""
+    section = layer.get("trainer_args")
+    name = section.get("deepspeed") if isinstance(section, dict) else None
+    if not isinstance(name, str):
+        return False
+    called = f"trainer_args.deepspeed={show(name)}"
+    layer["trainer_args"] = section = {**section, "deepspeed": None}
+    try:
+        content = read_yaml(Path(expand(name, env)).absolute())   # JSON is YAML
+        if isinstance(content, dict):
+            section["deepspeed"] = content
+        else:
+            problems.append(f"{called}: holds no mapping (legal: a ZeRO JSON file or mapping)")
+    except KeyError as variable:
+        problems.append(f"{called}: the environment variable {variable.args[0]} is not set")
+    except UserError as error:
+        problems.append(f"{called}: {error}")
+    return True
+
+
+def _drop_deepspeed(tree: dict[str, Any]) -> dict[str, Any]:
+    """A file replaces what earlier layers say; only mappings merge."""
+    section = tree.get("trainer_args")
+    if not isinstance(section, dict):
+        return dict(tree)
+    return tree | {"trainer_args": {key: value for key, value in section.items() if key != "deepspeed"}}
 
 
 def _given_on_command_line(overrides: list[str]) -> frozenset[str]:

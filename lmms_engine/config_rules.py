@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lmms_engine.config_deepspeed import deepspeed_problems
 from lmms_engine.config_load import show
 from lmms_engine.registry import nearest
 
@@ -91,6 +92,8 @@ def contradictions(job: Job) -> list[tuple[tuple[str, ...], str]]:
             "trainer_args.sp_ulysses_degree",
             "trainer_args.use_rmpad",
         )
+    for text in deepspeed_problems(job):
+        wrong(text, "trainer_type", "trainer_args.deepspeed", "trainer_args.fsdp2")
     for text in _schedule_problems(trainer):
         wrong(
             text,

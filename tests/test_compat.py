@@ -443,12 +443,10 @@ LATER = {
     tf32: true
     remove_unused_columns: false
     optim: adamw_torch
-    deepspeed: some/zero.json
 """,
         [
             "dataset_config.processor_config.processor_type=wanvideo",
             "dataset_config.video_sampling_strategy=frame_num",
-            "trainer_args.deepspeed=some/zero.json",
         ],
     ),
     "image diffusion": (

@@ -99,11 +99,21 @@ def materialise(
     buffers: called on rank 0 alone; float32 values of the non-persistent buffers, which no checkpoint holds.
     """
     ties = tied_names(root)
-    root.to_empty(device=mesh.device)
+    _to_empty(root, mesh.device)
     assert_ties(root, ties)
     _fill_buffers(model, _from_main(buffers, mesh), mesh.device)
     if weights is not None:
         _fill(model, _broadcast_stream(weights, mesh), mesh.device)
+
+
+def _to_empty(root: nn.Module, device: torch.device) -> None:
+    """`root.to_empty`, with every parameter staying the same object: a plain one would lose its ties."""
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        root.to_empty(device=device)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:

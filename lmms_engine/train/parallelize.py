@@ -156,7 +156,8 @@ def parallelize(objective: Objective, layout: Layout, mesh: Mesh, trainer: Train
     units += plan_units(model, layout, blocks, encoders)
     table = format_table(objective, layout, units, blocks, recomputed, frozen)
     bf16 = computes_in_bf16(trainer, mesh.device)
-    apply_fsdp(objective, units, mesh, bf16=bf16, reshard_after_forward=settings.reshard_after_forward)
+    if trainer.deepspeed is None:   # otherwise ZeRO partitions what is filled, in its backend
+        apply_fsdp(objective, units, mesh, bf16=bf16, reshard_after_forward=settings.reshard_after_forward)
     if mesh.is_main:
         compute = "bfloat16" if bf16 else "float32"
         split = f"{mesh.world_size} ranks, {mesh.shard_size} to a copy of the parameters"

@@ -24,7 +24,7 @@ from lmms_engine.models.flops import Flops
 from lmms_engine.parallel.mesh import Mesh, build_mesh
 from lmms_engine.plugins import load_plugins
 from lmms_engine.train import checkpoint, rundir
-from lmms_engine.train.backend.fsdp2 import FSDP2Backend
+from lmms_engine.train.backend import build_backend
 from lmms_engine.train.data import build_loader, eval_loaders
 from lmms_engine.train.evaluate import evaluate
 from lmms_engine.train.log import TrainProgress, describe
@@ -93,7 +93,7 @@ class TrainRunner:
         self._resume_data()
         fresh = self.start.checkpoint is None
         self.objective, self.spec, self.model_config = build_model(job, mesh, load_weights=fresh)
-        self.backend = FSDP2Backend(self.objective, job, mesh)
+        self.backend = build_backend(self.objective, job, mesh)
         self._resume_model()
         self._open_run_folder(plugins)
         return self
