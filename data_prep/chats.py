@@ -8,7 +8,11 @@ Every answer is one word, and nearly every answer can be had only by looking (or
     turns               several questions about one picture, or a second picture in the second turn
     clip                an MP4 of a moving shape: where to, or what colour
     text                no picture: small sums, mixed colours, opposites
+    talk                several of these questions in one conversation (in files of their own, for recipes
+                        without pictures)
     tone                a WAV of beeps: how many, or how high (in files of their own, for recipes with sound)
+    drawing             the other way round: asked for is a colour and a shape, the answer is a small picture
+                        (in files of their own, for recipes that draw)
 
 A kind is a function of (random generator, media writer, file stem) that returns the messages in OpenAI chat
 form.
@@ -46,6 +50,7 @@ SHARES: dict[str, float] = {
 
 # Picture sizes (width, height) and how often: several grids, most of them small.
 _SIZES: dict[tuple[int, int], int] = {(64, 64): 14, (96, 64): 2, (64, 96): 2, (80, 64): 1, (96, 96): 1}
+_DRAWING_SIDE = 16
 _FPS = 8
 _DIRECTIONS: dict[str, tuple[int, int]] = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
 _PLACES: dict[str, tuple[float, float]] = {
@@ -89,10 +94,12 @@ class Media:
         for name in ("images", "videos", "audio"):
             (folder / name).mkdir(parents=True, exist_ok=True)
 
-    def image(self, stem: str, rng: random.Random, draw: Callable[[], Image.Image]) -> Message:
-        """A content part for a new picture; every fourth or so is a JPEG, the others are PNG."""
+    def image(
+        self, stem: str, rng: random.Random, draw: Callable[[], Image.Image], *, jpeg: float = 0.25
+    ) -> Message:
+        """A content part for a new picture: a JPEG with probability `jpeg`, else a PNG."""
         image = self._new(draw, lambda drawn: drawn.tobytes())
-        if rng.random() < 0.25:
+        if rng.random() < jpeg:
             url = f"images/{stem}.jpg"
             image.save(self._folder / url, quality=90, subsampling=0)
         else:
@@ -126,6 +133,9 @@ class Media:
 def make_row(kind: str, row_id: str, rng: random.Random, media: Media) -> dict[str, Any]:
     """One row: `id`, `messages`, and `meta` with the kind and the last answer."""
     messages = KINDS[kind](rng, media, row_id)
+    if kind == "drawing":
+        asked = messages[0]["content"][0]["text"]
+        return {"id": row_id, "messages": messages, "meta": {"kind": kind, "answer": asked}}
     if rng.random() < 0.1:
         messages = [{"role": "system", "content": [_text(SYSTEM)]}, *messages]
     answer = messages[-1]["content"][0]["text"]
@@ -292,6 +302,11 @@ def _fact(rng: random.Random, media: Media, stem: str) -> list[Message]:
     return [_ask(text), _answer(answer)]
 
 
+def _talk(rng: random.Random, media: Media, stem: str) -> list[Message]:
+    asked = rng.sample(list(facts()), rng.randint(1, 5))
+    return [message for text, answer in asked for message in (_ask(text), _answer(answer))]
+
+
 def facts() -> Iterator[tuple[str, str]]:
     """All text-only questions with their answers."""
     for a in range(1, 5):
@@ -314,6 +329,24 @@ def _tone(rng: random.Random, media: Media, stem: str) -> list[Message]:
     return [_ask(tone, _question("tone_pitch", rng)), _answer(pitch)]
 
 
+def drawing_classes() -> list[str]:
+    """What can be drawn, by number: every colour with every shape."""
+    return [f"{colour} {shape}" for colour in COLOURS for shape in SHAPES]
+
+
+def _drawing(rng: random.Random, media: Media, stem: str) -> list[Message]:
+    shape, colour = rng.choice(SHAPES), rng.choice(list(COLOURS))
+
+    def draw() -> Image.Image:
+        middle = _DRAWING_SIDE / 2
+        radius = rng.uniform(0.3, 0.45) * _DRAWING_SIDE
+        centre = (middle + rng.uniform(-1.5, 1.5), middle + rng.uniform(-1.5, 1.5))
+        return picture((_DRAWING_SIDE, _DRAWING_SIDE), "white", [Shape(shape, colour, centre, radius)])
+
+    image = media.image(stem, rng, draw, jpeg=0.0)   # its blocks are as large as the shapes
+    return [_ask(f"{colour} {shape}"), {"role": "assistant", "content": [image]}]
+
+
 KINDS: dict[str, Callable[[random.Random, Media, str], list[Message]]] = {
     "colour": _one_shape("colour"),
     "shape": _one_shape("shape"),
@@ -323,7 +356,9 @@ KINDS: dict[str, Callable[[random.Random, Media, str], list[Message]]] = {
     "turns": _turns,
     "clip": _clip,
     "text": _fact,
+    "talk": _talk,
     "tone": _tone,
+    "drawing": _drawing,
 }
 
 

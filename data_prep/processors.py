@@ -1,4 +1,4 @@
-"""Processor folders for the sample data, which `transformers.AutoProcessor` opens offline.
+"""Processor folders for the sample data, which `transformers.AutoProcessor` or the engine opens offline.
 
 Patch, merge and temporal sizes, means and deviations are those of the real models; only the least picture
 size is smaller, so that 64 x 64 pixels stay four slots.
@@ -6,8 +6,10 @@ size is smaller, so that 64 x 64 pixels stay four slots.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from transformers import (
     ProcessorMixin,
@@ -18,6 +20,7 @@ from transformers import (
     Qwen3VLVideoProcessor,
 )
 
+from data_prep.chats import drawing_classes
 from data_prep.tokenizer import build_tokenizer
 
 _HALF = [0.5, 0.5, 0.5]
@@ -71,10 +74,25 @@ def qwen2_5_vl() -> Qwen2_5_VLProcessor:
     )
 
 
+def sit() -> dict[str, Any]:
+    """Settings in the form of SiT: a label for every class, pictures in their own size, patches of 2."""
+    return {
+        "processor_class": "SiTProcessor",
+        "classes": drawing_classes(),
+        "patch_size": 2,
+        "image_size": None,
+    }
+
+
 PROCESSORS: dict[str, Callable[[], ProcessorMixin]] = {"qwen3_vl": qwen3_vl, "qwen2_5_vl": qwen2_5_vl}
+TEXT_ONLY = ("qwen3_moe",)   # a tokenizer is all they have
 
 
 def write_processors(folder: Path) -> None:
     """Write one processor folder per model family under `folder`."""
     for name, build in PROCESSORS.items():
         build().save_pretrained(folder / name)
+    for name in TEXT_ONLY:
+        build_tokenizer().save_pretrained(folder / name)
+    (folder / "sit").mkdir(parents=True)
+    (folder / "sit" / "preprocessor_config.json").write_text(json.dumps(sit(), indent=2) + "\n")

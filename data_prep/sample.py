@@ -7,8 +7,13 @@ A folder holds
     train.jsonl, train.parquet          the same rows twice, to try both formats
     heldout.jsonl, heldout.parquet      a tenth as many; their pictures and clips never occur in training
     audio.jsonl, audio.parquet, audio_heldout.jsonl, audio_heldout.parquet      questions about WAV files
+    classes.jsonl, classes.parquet, classes_heldout.jsonl, classes_heldout.parquet
+                                        a class and a small picture of it, to learn to draw
+    text.jsonl, text.parquet, text_heldout.jsonl, text_heldout.parquet      conversations without media
     images/ videos/ audio/              the media, named after their rows
     processor/qwen3_vl, processor/qwen2_5_vl      what `transformers.AutoProcessor.from_pretrained` opens
+    processor/qwen3_moe                 a tokenizer, for `transformers.AutoTokenizer`
+    processor/sit                       the classes by name, and how pictures are cut
     sample.json                         how it was made; its presence says that the folder is whole
 
 The folder is written under a temporary name beside it and renamed when whole, under a file lock: a killed run
@@ -30,10 +35,11 @@ from typing import Any
 
 from lmms_engine.errors import UserError
 
-FORMAT = 1  # raise it when the same arguments give other bytes
+FORMAT = 2  # raise it when the same arguments give other bytes
 DEFAULT_ROWS = 2000
 DEFAULT_SEED = 0
 MIN_ROWS = 8  # one of each kind
+MAX_DRAWN = 2000  # pictures to draw are small: more of them would not all be unlike
 MARKER = "sample.json"
 
 # Called with how many rows are done and how many there are.
@@ -151,12 +157,17 @@ def _write(folder: Path, rows: int, seed: int, progress: Progress | None) -> Non
     num_heldout = max(MIN_ROWS, rows // 10)
     num_tones = max(4, rows // 50)
     num_heldout_tones = max(4, rows // 200)
+    num_drawn = max(MIN_ROWS, min(rows // 2, MAX_DRAWN))
+    num_talks = max(MIN_ROWS, rows // 2)
     plan = {
         "train": kinds_for(rows, random.Random(f"{seed}/train/kinds")),
         "heldout": kinds_for(num_heldout, random.Random(f"{seed}/heldout/kinds")),
         "audio": ["tone"] * num_tones,
         "audio_heldout": ["tone"] * num_heldout_tones,
+        "classes": ["drawing"] * num_drawn,
+        "classes_heldout": ["drawing"] * max(MIN_ROWS, num_drawn // 5),
     }
+    plan |= {"text": ["talk"] * num_talks, "text_heldout": ["talk"] * max(MIN_ROWS, num_talks // 10)}
     total = sum(map(len, plan.values()))
     done = 0
     media = Media(folder)

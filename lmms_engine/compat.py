@@ -203,9 +203,9 @@ PROCESSOR: dict[str, Any] = {
     "processor_type": Kept(
         # null: the model family's own. `nit` stands in the reference's Qwen3-VL example by mistake.
         values=dict.fromkeys(("nit", "qwen2", "qwen3"), None) | {"qwen2_vl": "qwen2_5_vl", "": None},
-        later=("wanvideo", "sit", "bagel", "llava", "llava_video", "aero", "aero_realtime", "nanovlm", "rae",
+        later=("wanvideo", "bagel", "llava", "llava_video", "aero", "aero_realtime", "nanovlm", "rae",
                "qwen3_5", "Qwen2_5OmniProcessor", "qwen2_5_omni", "qwen3_omni_moe"),
-        legal="qwen2_5_vl, qwen3_vl, or the name of a registered processor",
+        legal="qwen2_5_vl, qwen3_vl, sit, or the name of a registered processor",
         refused={"blip3o": "BLIP3o is not part of this engine"},
     ),
     "processor_name": Kept({"": None}),

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from lmms_engine.config import Job, load_job
 from lmms_engine.datasets.batch import PackedBatch
+from lmms_engine.datasets.processor import Processor
 from lmms_engine.errors import UserError
 from lmms_engine.plugins import load_plugins
 from lmms_engine.train.data import build_loader, build_processor
@@ -41,13 +42,13 @@ def inspect(
     job = load_job(config, overrides or [])
     load_plugins(job)
     console = Console(highlight=False, soft_wrap=True)
-    tokenizer = None if as_json else build_processor(job).tokenizer
+    processor = None if as_json else build_processor(job)
     for step, micros in batches(job, dp_rank, dp_size, steps):
         for record, batch in zip(batch_records(step, micros), micros, strict=True):
             if as_json:
                 typer.echo(json.dumps(record, ensure_ascii=False))
             else:
-                _print(console, record, batch, tokenizer)
+                _print(console, record, batch, processor)
 
 
 class _Rank:
@@ -104,7 +105,7 @@ def batches(job: Job, dp_rank: int, dp_size: int, steps: int) -> Iterator[tuple[
             rank.loader.close()
 
 
-def _print(console: Console, record: dict, batch: PackedBatch, tokenizer) -> None:
+def _print(console: Console, record: dict, batch: PackedBatch, processor: Processor) -> None:
     console.print(
         f"step {record['step']}, micro-batch {record['micro']}: "
         f"{len(record['rows'])} rows, {record['tokens']} tokens",
@@ -117,6 +118,6 @@ def _print(console: Console, record: dict, batch: PackedBatch, tokenizer) -> Non
             style="dim",
         )
         text = Text()
-        for run, supervised in text_runs(batch, index, tokenizer):
+        for run, supervised in text_runs(batch, index, processor):
             text.append(run, style="bold green" if supervised else "")
         console.print(text)

@@ -23,7 +23,8 @@ from lmms_engine.segments import RowRef, Segments
 if TYPE_CHECKING:
     from lmms_engine.datasets.processor import Processor
 
-# Keys of every text model -> dimension that runs over tokens. `position_ids` is [T] or [3, T].
+# Keys -> dimension that runs over tokens. `position_ids` is [T] or has leading axes. Rows that are not text
+# lack the first two.
 TOKEN_DIMS = {"input_ids": 0, "labels": 0, "loss_weights": 0, "position_ids": -1}
 
 
@@ -72,7 +73,11 @@ def _join_packs(packs: Sequence[PackedBatch], processor: Processor) -> PackedBat
 
 
 def _join_tokens(items: Sequence[Any]) -> dict[str, Tensor]:
-    return {key: torch.cat([getattr(item, key) for item in items], dim) for key, dim in TOKEN_DIMS.items()}
+    def join(key: str, dim: int) -> Tensor | None:
+        tensors = [getattr(item, key) for item in items]
+        return None if tensors[0] is None else torch.cat(tensors, dim)
+
+    return {key: join(key, dim) for key, dim in TOKEN_DIMS.items()}
 
 
 def _join_media(

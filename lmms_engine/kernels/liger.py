@@ -38,18 +38,18 @@ class SwapSpec(Protocol):
     def name(self) -> str: ...
 
     @property
-    def swaps(self) -> tuple[str, ...]: ...
+    def swaps(self) -> tuple[str, ...] | None: ...
 
 
 def swap(model: nn.Module, spec: SwapSpec | None) -> dict[str, int]:
-    """Fuses what can be fused; returns kind -> number of modules. Nothing to fuse raises UserError.
+    """Fuses what can be fused; returns kind -> number of modules. A kind that matches none raises UserError.
 
-    spec: None for a model that has no spec of ours, which leaves levels 2 and 3.
+    spec: None for a model that has no spec of ours, which leaves levels 2 and 3, as `swaps: None` does.
     """
     model_type = model.config.model_type
     if model_type in LIGER:
         return LIGER.get(model_type)(model)
-    if spec is not None and spec.swaps:
+    if spec is not None and spec.swaps is not None:
         return apply_swaps(model, spec.swaps, spec.name)
     return _apply_ligers_own(model, model_type)
 

@@ -59,12 +59,15 @@ def read_config(section: ModelSection) -> PretrainedConfig:
         source = section.load_from_pretrained_path
         folder = local_folder(source, weights=False)
         try:
+            kind = PretrainedConfig.get_config_dict(folder)[0].get("model_type")
+            if kind is not None:
+                for_type(kind)   # a family of ours makes its config known on import
             config = AutoConfig.from_pretrained(folder)
         except (ValueError, OSError, KeyError, StrictDataclassError) as error:
             raise UserError(
                 f"model_config.load_from_pretrained_path={source}: no usable config.json: {_line(error)}"
             ) from error
-    for_type(config.model_type)   # raises for a family that we do not know
+    for_type(config.model_type)
     _check_rope(config)
     for part in (config, *(getattr(config, name) for name in config.sub_configs)):
         if part is not None:

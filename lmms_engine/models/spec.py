@@ -24,15 +24,18 @@ SEQUENCES = ("input_ids", "inputs_embeds")   # a decoder gets one of them, [1, T
 
 @dataclass(frozen=True)
 class Layout:
-    """Module paths and patterns (`*` is one path component) inside the model. Each must match a module."""
+    """Module paths and patterns (`*` is one path component) inside the model. Each must match a module.
+
+    What a family does not have is left out; the objective `next_token` needs body, head, norm and embed.
+    """
 
     body: str                        # called by the objective; returns `.last_hidden_state` before the head
-    decoder: str                     # gets `inputs_embeds`; sequence parallelism hooks in here
     blocks: tuple[str, ...]          # units of activation checkpointing, compile and FSDP
-    encoders: tuple[str, ...]        # towers; one FSDP unit each, freezable
-    head: str                        # the output projection, replaced by LossHead
-    norm: str                        # final norm before the head
-    embed: str                       # input embedding
+    encoders: tuple[str, ...] = ()   # towers; one FSDP unit each, freezable
+    decoder: str | None = None       # gets `inputs_embeds`; sequence parallelism hooks in here
+    head: str | None = None          # the output projection, replaced by LossHead
+    norm: str | None = None          # final norm before the head
+    embed: str | None = None         # input embedding
     experts: str | None = None       # modules of stacked expert weights; expert parallelism spreads them
     # sub-config name ("" = the top) -> "decoder" | "encoder"
     attention: dict[str, str] = field(default_factory=dict)
@@ -60,12 +63,13 @@ class ModelSpec:
     extra_kwargs: Callable[[PackedBatch, PretrainedConfig], dict[str, Any]] = lambda batch, config: {}
     # keywords of the decoder's forward -> the same for the tokens of a slice (sequence parallelism)
     shard_inputs: Callable[[dict[str, Any], slice], dict[str, Any]] = shard_inputs
-    swaps: tuple[str, ...] = ()                                # kernels/liger.py: swaps that must match
-    undeclared: tuple[str, ...] = ()                           # config keys that the library reads all the same
+    # kernels/liger.py: swaps that must match; None: what Liger itself knows of the model type
+    swaps: tuple[str, ...] | None = None
+    undeclared: tuple[str, ...] = ()   # config keys that the library's config class takes without naming them
 
 
 MODELS: Registry[ModelSpec] = Registry(
-    "model", {name: f"lmms_engine.models.{name}" for name in ("qwen2_5_vl", "qwen3_moe", "qwen3_vl")}
+    "model", {name: f"lmms_engine.models.{name}" for name in ("qwen2_5_vl", "qwen3_moe", "qwen3_vl", "sit")}
 )
 
 

@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from lmms_engine.models.spec import ModelSpec
 
 OBJECTIVES: Registry[Callable[..., Objective]] = Registry(
-    "objective", {"next_token": "lmms_engine.objectives.next_token"}
+    "objective", {name: f"lmms_engine.objectives.{name}" for name in ("next_token", "flow_matching")}
 )
 
 
 def build_objective(spec: ModelSpec, model: nn.Module, config: PretrainedConfig, job: Job) -> Objective:
-    """The objective that `spec` trains with, around a model whose head is a LossHead."""
+    """The objective that `spec` trains with, around a model whose head, if it has one, is a LossHead."""
     sources = source_names(job.dataset, "train")
     options: dict[str, Any] = {
         "rmpad": job.trainer.use_rmpad,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -10,7 +10,17 @@ from torch import Tensor, nn
 
 from lmms_engine.datasets.batch import PackedBatch
 
+if TYPE_CHECKING:
+    from lmms_engine.datasets.processor import Processor
+
 SOURCE_TERM = "source/"   # then a source's name: the part of the loss that its rows make, a metric
+
+
+class Drawing(NamedTuple):
+    """A picture that a model made. pixels: uint8 [height, width, 3]."""
+
+    caption: str
+    pixels: Tensor
 
 
 class Objective(nn.Module):
@@ -23,6 +33,7 @@ class Objective(nn.Module):
     model: nn.Module
     coefficients: dict[str, float]   # term -> factor in the loss; 0 makes a term a metric
     sequence_group: dist.ProcessGroup | None = None   # the ranks that share this rank's sequences
+    forward_methods: ClassVar[tuple[str, ...]] = ()   # methods besides `forward` that call the model
     shares_sequences: ClassVar[bool] = False   # whether `forward` takes a batch made by `PackedBatch.shard`
 
     def draw(self, batch: PackedBatch, rng: torch.Generator) -> PackedBatch:
@@ -40,3 +51,10 @@ class Objective(nn.Module):
     def forward(self, batch: PackedBatch) -> dict[str, Tensor]:
         """Float32 scalar sums, the same keys as `coefficients`."""
         raise NotImplementedError(f"{type(self).__name__} has no forward")
+
+    def drawings(self, processor: Processor, device: torch.device, rng: torch.Generator) -> list[Drawing]:
+        """Pictures that the model makes now, for the report; `rng` is on the CPU. Default: none.
+
+        All ranks call it together, with equal generators, in evaluation mode.
+        """
+        return []

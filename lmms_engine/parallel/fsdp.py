@@ -14,7 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from lmms_engine.errors import UserError
@@ -70,6 +75,8 @@ def apply_fsdp(
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)   # gloo has no pre-multiplied sum
+    for name in getattr(root, "forward_methods", ()):   # others than `forward` that need the parameters whole
+        register_fsdp_forward_method(root, name)
     assert_ties(root, ties)
 
 

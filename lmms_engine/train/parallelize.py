@@ -129,10 +129,12 @@ def apply_kernels(
     attention.use(model, spec.layout.attention, names)
     if fused:
         swapped = liger.swap(model, spec)
-        LOG.info("fused modules: %s", ", ".join(f"{count} {name}" for name, count in swapped.items()))
+        counts = ", ".join(f"{count} {name}" for name, count in swapped.items())
+        LOG.info("fused modules: %s", counts or "none in this family")
     elif device.type == "cuda" and (widened := widen.apply_widening(model)):
         LOG.info("widened to a multiple of %d: %d MLPs", widen.MULTIPLE, widened)
-    loss_head.replace_head(model, spec.layout.head, fused=fused)
+    if spec.layout.head is not None:
+        loss_head.replace_head(model, spec.layout.head, fused=fused)
 
 
 def computes_in_bf16(trainer: TrainerSection, device: torch.device) -> bool:
@@ -175,7 +177,10 @@ def plan_units(
     """
     units = [Unit(name, (block,)) for name, block in blocks.items()]
     units += [Unit(name, (tower,)) for name, tower in encoders.items()]
-    embed, norm, head = (model.get_submodule(path) for path in (layout.embed, layout.norm, layout.head))
+    ends = {path: model.get_submodule(path) for path in (layout.embed, layout.norm, layout.head) if path}
+    if len(ends) < 3:   # no language model: what it has of these is small and goes to the root
+        return units
+    embed, norm, head = ends.values()
     if {id(p) for p in embed.parameters()} & {id(p) for p in head.parameters()}:
         units.append(Unit(f"{layout.embed}, {layout.norm}, {layout.head} (tied)", (embed, norm, head)))
     else:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import html
 import io
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from matplotlib.figure import Figure
 
 from lmms_engine.config_load import read_yaml
 from lmms_engine.errors import UserError
+from lmms_engine.train.drawings import read_drawings
 from lmms_engine.train.manifest import MANIFEST_FILE
 from lmms_engine.train.metrics import METRICS_FILE, read_lines
 from lmms_engine.train.rundir import CONFIG_FILE, flatten
@@ -38,6 +41,8 @@ svg { width: 100%; height: auto }
 table { border-collapse: collapse; font-size: 13px } td { padding: .1rem .8rem .1rem 0; vertical-align: top }
 td + td { font-family: ui-monospace, monospace; overflow-wrap: anywhere }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; background: #f6f6f6; padding: .8rem; font-size: 13px }
+.drawings { display: flex; flex-wrap: wrap } .drawings figure { margin: .5rem; text-align: center }
+.drawing { width: 128px; image-rendering: pixelated }
 mark { background: #bfe8c5 } img { max-height: 160px; margin-right: .5rem }
 summary { cursor: pointer; font-weight: 600 }
 """
@@ -61,7 +66,9 @@ def write_report(run_dir: Path, samples: list[Shown] | None = None) -> Path:
             samples, missing = [], f"not available: {error}"
     path = run_dir / REPORT_FILE
     temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(render(run_dir.name, rows, config, manifest, samples, missing), encoding="utf-8")
+    drawings = read_drawings(run_dir)
+    page = render(run_dir.name, rows, config, manifest, samples, missing, drawings)
+    temporary.write_text(page, encoding="utf-8")
     temporary.replace(path)
     return path
 
@@ -73,6 +80,7 @@ def render(
     manifest: dict[str, Any],
     samples: list[Shown],
     samples_missing: str = "",
+    drawings: Sequence[tuple[str, Path]] = (),
 ) -> str:
     """The page as text. No link, script, font or picture from elsewhere."""
     train = [row for row in rows if row["split"] == "train"]
@@ -86,6 +94,7 @@ def render(
 <h1>{html.escape(title)}</h1>
 {_table(summary(train, held_out))}
 <h2>Curves</h2><div class="curves">{curves}</div>
+{_drawings(drawings)}
 <h2>Samples</h2><p>Rows of the training data as the model sees them; supervised text is marked.</p>
 {shown}
 <h2>Origin</h2>{_table(flatten(origin))}
@@ -163,6 +172,20 @@ def _table(values: dict[str, Any]) -> str:
         f"<tr><td>{html.escape(str(k))}</td><td>{html.escape(str(v))}</td></tr>" for k, v in values.items()
     )
     return f"<table>{''.join(cells)}</table>"
+
+
+def _drawings(drawings: Sequence[tuple[str, Path]]) -> str:
+    """A section with what the trained model draws; nothing for models that do not."""
+    figures = []
+    for caption, path in drawings:
+        data = base64.b64encode(path.read_bytes()).decode("ascii")
+        picture = f'<img class="drawing" alt="" src="data:image/png;base64,{data}">'
+        figures.append(f"<figure>{picture}<figcaption>{html.escape(caption)}</figcaption></figure>")
+    if not figures:
+        return ""
+    words = "Pictures that the model drew at the end of the run, from fixed noise, without guidance."
+    return f"""<h2>Drawings</h2><p>{words}</p>
+<div class="drawings">{"".join(figures)}</div>"""
 
 
 def _sample(sample: Shown) -> str:

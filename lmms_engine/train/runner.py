@@ -26,6 +26,7 @@ from lmms_engine.plugins import load_plugins
 from lmms_engine.train import checkpoint, rundir
 from lmms_engine.train.backend import build_backend
 from lmms_engine.train.data import build_loader, eval_loaders
+from lmms_engine.train.drawings import write_drawings
 from lmms_engine.train.evaluate import evaluate
 from lmms_engine.train.log import TrainProgress, describe
 from lmms_engine.train.manifest import build_manifest, write_manifest
@@ -114,6 +115,9 @@ class TrainRunner:
                 if window.stop and not done:
                     self._leave()
             self._save()
+        write_drawings(
+            self.objective, self.loader.processor, self.mesh, self.job.trainer.seed, self.run_dir
+        )
         if self.mesh.is_main:
             write_report(self.run_dir, self._shown)
         for loader in (self.loader, *self.eval_loaders.values()):

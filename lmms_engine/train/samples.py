@@ -45,16 +45,18 @@ def first_samples(config: dict[str, Any], count: int) -> list[Shown]:
 
 def show(loader: Loader, micros: list[PackedBatch], count: int) -> list[Shown]:
     """Up to `count` rows of batches that the loader gave."""
-    tokenizer = loader.processor.tokenizer
     rows = [(batch, index, row) for batch in micros for index, row in enumerate(batch.rows)]
     return [
-        Shown(row, text_runs(batch, index, tokenizer), thumbnails(loader.sources, row))
+        Shown(row, text_runs(batch, index, loader.processor), thumbnails(loader.sources, row))
         for batch, index, row in rows[:count]
     ]
 
 
-def text_runs(batch: PackedBatch, index: int, tokenizer: Any) -> list[tuple[str, bool]]:
-    """The text of row `index` of a batch, cut where supervision begins or ends."""
+def text_runs(batch: PackedBatch, index: int, processor: Any) -> list[tuple[str, bool]]:
+    """The text of row `index` of a batch, cut where supervision begins or ends; a picture in words."""
+    if batch.input_ids is None:
+        return [(processor.describe(batch, index), True)]
+    tokenizer = processor.tokenizer
     begin, end = batch.segments.cu_seqlens[index : index + 2].tolist()
     ids = batch.input_ids[begin:end].tolist()
     # Targets are shifted inside the sample: position t supervises the token at t + 1.

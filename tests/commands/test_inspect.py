@@ -64,13 +64,13 @@ def test_supervised_runs_are_the_answers(config, corpus):
     rows = {row["id"]: row for row in read_lines(corpus / "train.jsonl")}
     from lmms_engine.train.data import build_processor
 
-    tokenizer = build_processor(job).tokenizer
+    processor = build_processor(job)
     seen = 0
     for _, micros in batches(job, 0, 1, 3):
         for batch in micros:
             for index, ref in enumerate(batch.rows):
                 answer = rows[ref.id]["messages"][1]["content"]
-                supervised = [text for text, is_target in text_runs(batch, index, tokenizer) if is_target]
+                supervised = [text for text, is_target in text_runs(batch, index, processor) if is_target]
                 assert supervised == [f"{answer}<|im_end|>"]
                 seen += 1
     assert seen == 14

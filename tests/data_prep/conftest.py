@@ -21,9 +21,8 @@ def sample(once: Callable[[str, Callable[[Path], object]], Path]) -> Path:
 
 @pytest.fixture(scope="session")
 def rows(sample: Path) -> dict[str, list[dict[str, Any]]]:
-    """File stem -> its rows, of all four JSONL files."""
-    stems = ("train", "heldout", "audio", "audio_heldout")
+    """File stem -> its rows, of all JSONL files."""
     return {
-        stem: [json.loads(line) for line in (sample / f"{stem}.jsonl").read_text().splitlines()]
-        for stem in stems
+        path.stem: [json.loads(line) for line in path.read_text().splitlines()]
+        for path in sorted(sample.glob("*.jsonl"))
     }

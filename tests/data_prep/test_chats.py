@@ -175,7 +175,7 @@ def test_some_rows_have_a_system_turn_and_all_end_with_an_answer(
 def test_kinds_follow_their_shares(num_rows: int) -> None:
     kinds = kinds_for(num_rows, random.Random(0))
     assert len(kinds) == num_rows
-    assert set(kinds) == set(SHARES) == set(KINDS) - {"tone"}
+    assert set(kinds) == set(SHARES) == set(KINDS) - {"tone", "talk", "drawing"}
     assert all(kinds.count(kind) <= max(1, share * num_rows + 8) for kind, share in SHARES.items())
 
 
@@ -192,3 +192,18 @@ def test_equal_media_are_never_written_twice(tmp_path: Path) -> None:
     assert not np.array_equal(*pixels)
     with pytest.raises(AssertionError, match="too few different members"):
         media.image("c", rng, lambda: picture((64, 64), "white", [Shape("circle", "red", (32, 32), 20)]))
+
+
+@pytest.mark.parametrize("stem", ["text", "text_heldout"])
+def test_talks_ask_facts_in_turn(rows: dict[str, list[dict[str, Any]]], stem: str) -> None:
+    known = dict(facts())
+    lengths = set()
+    for row in rows[stem]:
+        said = [m["content"][0]["text"] for m in row["messages"] if m["role"] != "system"]
+        assert {part["type"] for m in row["messages"] for part in m["content"]} == {"text"}
+        questions, replies = said[::2], said[1::2]
+        assert [known[question] for question in questions] == replies
+        assert len(set(questions)) == len(questions)
+        lengths.add(len(questions))
+    assert len(lengths) > 1
+    assert lengths <= set(range(1, 6))

@@ -57,7 +57,8 @@ def test_module_in_another_process_gives_the_same_bytes(repo: Path, tmp_path: Pa
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(
-        f"wrote: {tmp_path / 'a'} (train 24, heldout 8, audio 4, audio_heldout 4 rows, "
+        f"wrote: {tmp_path / 'a'} (train 24, heldout 8, audio 4, audio_heldout 4, "
+        "classes 12, classes_heldout 8, text 12, text_heldout 8 rows, "
     )
     assert "generating" in done.stderr  # plain lines, since this is no terminal
     assert "\x1b" not in done.stderr

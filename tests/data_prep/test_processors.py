@@ -93,3 +93,25 @@ def test_clip(processor: Any, name: str, sample: Path) -> None:
     assert count(out["input_ids"], "<|video_pad|>") == 8
     text = processor.decode(out["input_ids"][0])
     assert text.count(" seconds>") == (2 if name == "qwen3_vl" else 0)
+
+
+def test_classes_are_those_of_the_rows(sample: Path, rows: dict[str, list[dict[str, Any]]]) -> None:
+    """Every row to draw is one the engine's own processor takes, and every class occurs."""
+    from lmms_engine.datasets.processor import PROCESSORS as ENGINE
+    from lmms_engine.datasets.schema import parse_row
+    from lmms_engine.segments import RowRef
+
+    processor = ENGINE.get("sit").from_pretrained(sample / "processor" / "sit")
+    made = [
+        processor(parse_row(raw, sample), RowRef("classes", 0, 0, raw["id"]))
+        for raw in (*rows["classes"], *rows["classes_heldout"])
+    ]
+    assert {len(one) for one in made} == {64}
+    assert {int(one.media["class_labels"]) for one in made} == set(range(24))
+
+
+def test_a_text_model_gets_the_same_tokenizer(sample: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(sample / "processor" / "qwen3_moe")
+    assert type(tokenizer).__name__ == "Qwen2Tokenizer"
+    assert tokenizer.chat_template == CHAT_TEMPLATE
+    assert tokenizer("What is 1 plus 2?")["input_ids"] == build_tokenizer()("What is 1 plus 2?")["input_ids"]

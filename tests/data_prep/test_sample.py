@@ -60,6 +60,12 @@ def test_no_network_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_row_counts_and_size(sample: Path, rows: dict[str, list[dict[str, Any]]]) -> None:
     assert len(rows["train"]) == 240
     assert len(rows["heldout"]) == 24
+    assert len(rows["classes"]) == 120
+    assert rows.keys() == {
+        *(f"{kind}{part}" for kind in ("audio", "classes", "text") for part in ("", "_heldout")),
+        "train",
+        "heldout",
+    }
     ids = [row["id"] for chats in rows.values() for row in chats]
     assert len(ids) == len(set(ids))
     assert json.loads((sample / "sample.json").read_text())["counts"] == {k: len(v) for k, v in rows.items()}
@@ -80,7 +86,9 @@ def test_every_row_parses_and_its_media_exist(sample: Path, rows: dict[str, list
             row = parse_row(raw, sample)
             assert row.id == raw["id"]
             assert row.meta == raw["meta"]
-            assert [message.text for message in row.messages][-1] == raw["meta"]["answer"]
+            asked, *_, answered = row.messages
+            words = asked if raw["meta"]["kind"] == "drawing" else answered
+            assert words.text == raw["meta"]["answer"]
             assert parse_row(table_row, sample) == row
             used |= {Path(part.path) for part in row.media()}
     # No file without a row, no row without its file.
@@ -163,12 +171,12 @@ def test_an_empty_folder_is_filled(tmp_path: Path) -> None:
     assert make_sample(tmp_path / "a", rows=MIN_ROWS, if_missing=True).made
 
 
-@pytest.mark.parametrize("when", [1, 10, 24])
+@pytest.mark.parametrize("when", [1, 10, 56])
 def test_a_killed_run_leaves_nothing_that_counts_as_present(when: int, tmp_path: Path) -> None:
     out = tmp_path / "a"
 
     def die(done: int, total: int) -> None:
-        assert total == 24  # 8 training rows, 8 held-out ones, 4 tones of each split
+        assert total == 56  # 4 tones of each split, 8 rows of each split of the other three kinds of file
         if done == when:
             os.kill(os.getpid(), signal.SIGKILL)
 

@@ -11,17 +11,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from lmms_engine.datasets.processor.base import KeyRule, Processor, ProcessorClass
+from lmms_engine.datasets.processor.base import KeyRule, PictureProcessor, Processor, ProcessorClass
 from lmms_engine.registry import Registry
 
 T = TypeVar("T", bound=ProcessorClass)
 
 PROCESSORS: Registry[ProcessorClass] = Registry(
     "processor",
-    {name: f"lmms_engine.models.{name}.processor" for name in ("qwen2_5_vl", "qwen3_moe", "qwen3_vl")},
+    {name: f"lmms_engine.models.{name}.processor" for name in ("qwen2_5_vl", "qwen3_moe", "qwen3_vl", "sit")},
 )
 
-__all__ = ["PROCESSORS", "KeyRule", "Processor", "ProcessorClass", "register_processor"]
+__all__ = ["PROCESSORS", "KeyRule", "PictureProcessor", "Processor", "ProcessorClass", "register_processor"]
 
 
 def register_processor(name: str) -> Callable[[T], T]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -15,6 +15,7 @@ from lmms_engine.segments import RowRef
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
+    from lmms_engine.datasets.batch import PackedBatch
     from lmms_engine.datasets.schema import Row
 
 
@@ -28,7 +29,7 @@ class KeyRule:
 class Processor(Protocol):
     """Row to Sample, for one model. Lives in the loader's workers: no device, no global state."""
 
-    tokenizer: PreTrainedTokenizerFast
+    tokenizer: PreTrainedTokenizerFast | None   # None for a PictureProcessor
 
     @property
     def keys(self) -> Mapping[str, KeyRule]:
@@ -54,6 +55,22 @@ class Processor(Protocol):
 
     def save_pretrained(self, folder: Path) -> None:
         """Writes the library's processor files, with the settings trained with."""
+        ...
+
+
+class PictureProcessor(Processor, Protocol):
+    """A processor whose rows are pictures to be drawn instead of text."""
+
+    def describe(self, batch: PackedBatch, index: int) -> str:
+        """A row of a batch in words."""
+        ...
+
+    def prompts(self, count: int) -> list[Sample]:
+        """Up to `count` samples that ask for a picture; their pixels are blank."""
+        ...
+
+    def pictures(self, batch: PackedBatch, patches: Tensor) -> Iterable[tuple[str, Tensor]]:
+        """(caption, uint8 [height, width, 3]) of each row, from values [T, P] of the batch's positions."""
         ...
 
 
