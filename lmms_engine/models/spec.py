@@ -63,6 +63,9 @@ class ModelSpec:
     extra_kwargs: Callable[[PackedBatch, PretrainedConfig], dict[str, Any]] = lambda batch, config: {}
     # keywords of the decoder's forward -> the same for the tokens of a slice (sequence parallelism)
     shard_inputs: Callable[[dict[str, Any], slice], dict[str, Any]] = shard_inputs
+    # keywords of a tower's forward -> the same for some of its pictures, by number (start, end)
+    shard_pictures: Callable[[dict[str, Any], int, int], dict[str, Any]] | None = None
+    tower_features: tuple[str, ...] = ()                       # parts of a tower's output, a row a token
     # kernels/liger.py: swaps that must match; None: what Liger itself knows of the model type
     swaps: tuple[str, ...] | None = None
     undeclared: tuple[str, ...] = ()   # config keys that the library's config class takes without naming them

@@ -6,6 +6,7 @@ The same path serves one process, where every shard is the whole tensor.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -75,6 +76,7 @@ def apply_fsdp(
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)   # gloo has no pre-multiplied sum
+    _prefetch(units)
     for name in getattr(root, "forward_methods", ()):   # others than `forward` that need the parameters whole
         register_fsdp_forward_method(root, name)
     assert_ties(root, ties)
@@ -82,6 +84,13 @@ def apply_fsdp(
 
 def _cut(parameter: nn.Parameter, *, dim: int) -> Shard:
     return Shard(dim)
+
+
+def _prefetch(units: list[Unit]) -> None:
+    """Each block of a row asks for the next one's parameters before it computes; backward does so unasked."""
+    for unit, following in itertools.pairwise(units):
+        if unit.name.rpartition(".")[0] == following.name.rpartition(".")[0] != "":
+            unit.modules[0].set_modules_to_forward_prefetch([following.modules[0]])
 
 
 def assert_ties(model: nn.Module, ties: list[list[str]]) -> None:

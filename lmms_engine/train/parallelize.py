@@ -32,6 +32,7 @@ from lmms_engine.parallel.freeze import apply_freeze, keep_in_eval
 from lmms_engine.parallel.fsdp import Unit, apply_fsdp, materialise
 from lmms_engine.parallel.mesh import Degrees, Mesh
 from lmms_engine.parallel.paths import resolve, under
+from lmms_engine.parallel.share_towers import share_tower
 from lmms_engine.parallel.ulysses import Ulysses, check_heads, split_sequence
 
 if TYPE_CHECKING:
@@ -90,6 +91,11 @@ def apply_sequence_parallel(model: nn.Module, spec: ModelSpec, exchange: Ulysses
     if exchange is not None:
         decoder = model.get_submodule(spec.layout.decoder)
         split_sequence(decoder, spec.shard_inputs, exchange.rank, exchange.size)
+        if spec.shard_pictures is not None:
+            for pattern in spec.layout.encoders:
+                for tower in resolve(model, pattern).values():
+                    merge = tower.spatial_merge_size
+                    share_tower(tower, spec.shard_pictures, spec.tower_features, merge, exchange.group)
 
 
 def apply_expert_parallel(model: nn.Module, layout: Layout, trainer: TrainerSection, mesh: Mesh) -> None:

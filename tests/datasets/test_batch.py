@@ -68,3 +68,7 @@ def test_spans_do_not_reach_into_what_fills_up():
     assert part.segments.spans.tolist() == [0] * 5 + [-1] * 3
 
 
+def test_groups_are_cut_with_the_targets():
+    whole = batch([5, 2]).with_groups(["s"])
+    parts = [whole.shard(rank, 4).groups.tolist() for rank in range(4)]
+    assert parts == [[0, 0], [0, 0], [0, 0], [0, -1]]

@@ -6,6 +6,7 @@ process: loss, every gradient, and the weights after two steps.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
@@ -62,7 +63,7 @@ class Run:
     def __init__(self, family: str, split: dict[str, Any]) -> None:
         job = make_job(family, split)
         self.mesh = build_mesh(job.trainer)
-        self.objective, _, _ = build_model(job, self.mesh, load_weights=False)
+        self.objective, _, config = build_model(job, self.mesh, load_weights=False)
         plain = tiny.build(family)[0].model
         values = [(name, p.detach()) for name, p in plain.named_parameters()]
         model, buffers = self.objective.model, dict(plain.named_buffers())
@@ -71,6 +72,9 @@ class Run:
         each = len(MICROS) // self.mesh.dp_size
         mine = MICROS[self.mesh.dp_rank * each : (self.mesh.dp_rank + 1) * each]
         self.micros = [micro(family, numbers) for numbers in mine]
+        grids = [batch.media["image_grid_thw"] for batch in self.micros]
+        towers = [tiny.tower_inputs(config.vision_config, grid) for grid in grids]
+        self.micros = [replace(b, tower=t) for b, t in zip(self.micros, towers, strict=True)]
         self.gradients: dict[str, torch.Tensor] = {}
         self.clipped = 0.0
         self.backend.optimizer.register_step_pre_hook(self._look)

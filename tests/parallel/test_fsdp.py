@@ -4,6 +4,8 @@ from torch.distributed.tensor import DTensor
 
 from lmms_engine.errors import UserError
 from lmms_engine.parallel.fsdp import Unit, apply_fsdp, materialise, tied_names
+from lmms_engine.parallel.grad_norm import global_norm
+from lmms_engine.parallel.mesh import build_mesh
 from tests import toy
 from tests.distributed import run_ranks
 
@@ -102,3 +104,37 @@ def test_a_tie_across_two_units_is_caught(mesh):
     units = [Unit("embed", (embed,)), Unit("head", (model.lm_head,))]
     with pytest.raises(AssertionError, match="tie"):
         apply_fsdp(objective, units, mesh, bf16=False, reshard_after_forward=True)
+
+
+def test_a_block_asks_for_the_next_one_of_its_row(mesh):
+    body = toy.build(mesh, toy.job()).model.model
+    for row in (body.language_model.layers, body.visual.blocks):
+        wanted = [block._get_fsdp_state()._states_to_forward_prefetch for block in row]
+        assert wanted == [[row[1]._get_fsdp_state()], []]
+
+
+def replicas(mesh):
+    """Gradients and norm of one step of the toy on a 2 x 2 mesh, each rank with a batch of its own."""
+    job = toy.job(fsdp_config={"hsdp_shard_size": 2})
+    mesh = build_mesh(job.trainer)
+    objective = toy.build(mesh, job)
+    held = sum(p.to_local().numel() for p in objective.model.parameters())
+    batches = [toy.batch([5, 4], pictures=2 * (i % 2), seed=i) for i in range(mesh.world_size)]
+    targets = sum(float(batch.loss_weights.sum()) for batch in batches)
+    (objective(batches[mesh.rank])["ce"] / targets).backward()
+    return held, toy.gradients(objective.model), float(global_norm(objective.parameters(), mesh.device))
+
+
+def test_replicas_of_shards_equal_the_plain_model():
+    plain = toy.ToyObjective(toy.reference())
+    batches = [toy.batch([5, 4], pictures=2 * (i % 2), seed=i) for i in range(4)]
+    targets = sum(float(batch.loss_weights.sum()) for batch in batches)
+    (sum(plain(batch)["ce"] for batch in batches) / targets).backward()
+    want = toy.gradients(plain.model)
+    norm = float(sum(grad.double().square().sum() for grad in want.values()) ** 0.5)
+    total = sum(p.numel() for p in plain.parameters())
+    ranks = run_ranks(replicas, 4)
+    assert [ranks[0][0] + ranks[1][0], ranks[2][0] + ranks[3][0]] == [total, total]   # a copy on each pair
+    for _, gradients, found in ranks:
+        toy.assert_same_gradients(gradients, want)
+        assert found == pytest.approx(norm, rel=1e-5)

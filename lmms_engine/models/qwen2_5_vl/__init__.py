@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PretrainedConfig, Qwen2_5_VLForConditionalGeneration
 
 from lmms_engine.datasets.batch import PackedBatch
@@ -38,6 +39,23 @@ def extra_kwargs(batch: PackedBatch, config: PretrainedConfig) -> dict[str, Any]
         return {"input_ids": ids}
     one_id = torch.where(ids == config.video_token_id, config.image_token_id, ids)
     return {"input_ids": one_id, **batch.media, **batch.tower}
+
+
+def shard_pictures(inputs: dict[str, Any], start: int, end: int) -> dict[str, Any]:
+    """The tower's inputs for pictures [start, end); no window crosses from one picture into another."""
+    grids = inputs["grid_thw"]
+    patches = grids.prod(-1).tolist()
+    first, last = sum(patches[:start]), sum(patches[:end])
+    frames = slice(int(grids[:start, 0].sum()), int(grids[:end, 0].sum()) + 1)
+    cut: dict[str, Any] = {"grid_thw": grids[start:end]}
+    if isinstance(inputs.get("cu_seqlens"), Tensor):
+        cut["cu_seqlens"] = inputs["cu_seqlens"][frames] - first
+        cut["position_ids"] = inputs["position_ids"][first:last]
+        unit = inputs["position_ids"].shape[0] // inputs["window_index"].shape[0]   # patches of a token
+        cut["window_index"] = inputs["window_index"][first // unit : last // unit] - first // unit
+        edges = inputs["cu_window_seqlens"]
+        cut["cu_window_seqlens"] = edges[(edges >= first) & (edges <= last)] - first
+    return {**inputs, **cut}
 
 
 def flops(config: PretrainedConfig, batch: PackedBatch, frozen: frozenset[str]) -> Flops:
@@ -103,6 +121,8 @@ SPEC = MODELS.register("qwen2_5_vl")(
         flops=flops,
         tiny=tiny,
         extra_kwargs=extra_kwargs,
+        shard_pictures=shard_pictures,
+        tower_features=("pooler_output",),
         swaps=("rms_norm", "swiglu"),
     )
 )

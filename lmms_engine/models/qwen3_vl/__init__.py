@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PretrainedConfig, Qwen3VLForConditionalGeneration
 
 from lmms_engine.datasets.batch import PackedBatch
@@ -23,6 +24,8 @@ LAYOUT = Layout(
     embed="model.language_model.embed_tokens",
     attention={"text_config": "decoder", "vision_config": "encoder"},
 )
+
+PATCH_INPUTS = ("position_ids", "interp_indices", "interp_weights")   # of the tower: a row a patch
 
 
 def processor(*args: Any, **kwargs: Any) -> Any:
@@ -54,6 +57,18 @@ def shard_inputs(inputs: dict[str, Any], part: slice) -> dict[str, Any]:
         "visual_pos_masks": mask[:, part],
         "deepstack_visual_embeds": [level[own] for level in features],
     }
+
+
+def shard_pictures(inputs: dict[str, Any], start: int, end: int) -> dict[str, Any]:
+    """The tower's inputs for pictures [start, end): index tensors have a row a patch or an edge a frame."""
+    grids = inputs["grid_thw"]
+    patches = grids.prod(-1).tolist()
+    own = slice(sum(patches[:start]), sum(patches[:end]))
+    frames = slice(int(grids[:start, 0].sum()), int(grids[:end, 0].sum()) + 1)
+    cut = {name: inputs[name][own] for name in PATCH_INPUTS if isinstance(inputs.get(name), Tensor)}
+    if isinstance(inputs.get("cu_seqlens"), Tensor):
+        cut["cu_seqlens"] = inputs["cu_seqlens"][frames] - own.start
+    return {**inputs, **cut, "grid_thw": grids[start:end]}
 
 
 def flops(config: PretrainedConfig, batch: PackedBatch, frozen: frozenset[str]) -> Flops:
@@ -116,6 +131,8 @@ SPEC = MODELS.register("qwen3_vl")(
         flops=flops,
         tiny=tiny,
         extra_kwargs=extra_kwargs,
+        shard_pictures=shard_pictures,
+        tower_features=("pooler_output", "deepstack_features"),
         shard_inputs=shard_inputs,
         swaps=("rms_norm", "swiglu"),
     )
