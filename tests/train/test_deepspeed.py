@@ -7,14 +7,19 @@ from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from lmms_engine.commands.export import Dtype, export
 from lmms_engine.config import Job
 from lmms_engine.errors import UserError
 from lmms_engine.train import checkpoint
 from lmms_engine.train.backend import build_backend
+from lmms_engine.train.metrics import read_lines
 from lmms_engine.train.step import train_step
 from tests import toy
 from tests.distributed import run_ranks
+from tests.runs import make_config, make_corpus
+from tests.runs import train as train_run
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="needs the package deepspeed"
@@ -221,3 +226,38 @@ def test_another_backend_goes_on(tmp_path) -> None:
             assert again[1].keys() == straight[1].keys()
             for name, tensor in straight[1].items():
                 torch.testing.assert_close(again[1][name], tensor, rtol=1e-4, atol=2e-6, msg=name)
+
+
+def whole_runs(mesh, configs):
+    for config in configs:
+        train_run(mesh, config)
+
+
+def test_a_whole_run_with_zero_3_logs_what_fsdp2_logs_and_is_exported(tmp_path) -> None:
+    corpus = make_corpus(tmp_path / "data")
+    changes = {
+        "trainer__max_steps": 3,
+        "trainer__eval_steps": 2,
+        "trainer__fsdp_config": {"activation_checkpointing": True},
+        "trainer__bf16": False,
+        "data__eval_datasets": [{"path": str(corpus / "heldout.jsonl")}],
+    }
+    fsdp2 = make_config(corpus, tmp_path / "fsdp2", **changes)
+    zero = {"zero_optimization": {"stage": 3, **BUCKETS, "stage3_param_persistence_threshold": 500}}
+    other = make_config(corpus, tmp_path / "zero", **changes, trainer__deepspeed=zero)
+    other["trainer_type"] = "deepspeed_trainer"
+    run_ranks(whole_runs, 2, [fsdp2, other], timeout=240)
+    ours, theirs = (read_lines(tmp_path / run / "metrics.jsonl") for run in ("zero", "fsdp2"))
+    assert [row["split"] for row in ours] == ["train", "train", "eval", "train", "eval"]
+    for row, want in zip(ours, theirs, strict=True):
+        assert row["loss"] == pytest.approx(want["loss"], rel=1e-5)
+        assert row["grad_norm"] == (want["grad_norm"] and pytest.approx(want["grad_norm"], rel=1e-4))
+        for key in ("split", "step", "lr", "tokens", "supervised_tokens", "samples", "epoch"):
+            assert row[key] == want[key]
+    written = []
+    for run in ("zero", "fsdp2"):
+        export(tmp_path / run, tmp_path / f"{run}-export", Dtype.fp32)
+        written.append(load_file(tmp_path / f"{run}-export" / "model.safetensors"))
+    assert written[0].keys() == written[1].keys()
+    for name, tensor in written[1].items():
+        torch.testing.assert_close(written[0][name], tensor, rtol=1e-3, atol=1e-4, msg=name)
