@@ -1,25 +1,54 @@
-"""The command line of data preparation: `data-prep <verb>`, one function a verb.
+"""The command line of data preparation: `data-prep <verb>`, one file a verb, imported when the verb is used.
 
 data-prep sample --out data/shapes
+data-prep validate data/shapes/train.jsonl
 """
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from typer.core import TyperCommand, TyperGroup
 
 from data_prep.sample import DEFAULT_ROWS, DEFAULT_SEED, MIN_ROWS, make_sample
 from data_prep.sample import Progress as Report
 from lmms_engine.errors import UserError
 
+# What `--help` says of a verb whose file is imported only when it is used: `data_prep/<verb>.py`.
+VERBS = {
+    "validate": "Check every row and open every medium; the exit code is 1 if there are faults.",
+}
+
+
+class _Verbs(TyperGroup):
+    """Loads a verb when it is called, and shows its errors in one line."""
+
+    def resolve_command(self, ctx: typer.Context, args: list[str]) -> tuple[str | None, Any, list[str]]:
+        name, listed, rest = super().resolve_command(ctx, args)
+        return name, load_verb(name) if listed and name in VERBS else listed, rest
+
+    def invoke(self, ctx: typer.Context) -> object:
+        with errors_in_one_line(bool(ctx.params.get("debug"))):
+            return super().invoke(ctx)
+
+
+def load_verb(name: str) -> TyperCommand:
+    """The command of `data_prep/<name>.py`: its function of that name."""
+    alone = typer.Typer(add_completion=False)
+    alone.command(name)(getattr(importlib.import_module(f"data_prep.{name}"), name))
+    return typer.main.get_command(alone)
+
+
 app = typer.Typer(
+    cls=_Verbs,
     name="data-prep",
     help="Prepare data for training.",
     no_args_is_help=True,
@@ -66,8 +95,11 @@ def sample(
 
         data-prep sample --out data/tiny --rows 64 --seed 7
     """
-    with errors_in_one_line(bool((context.obj or {}).get("debug"))):
-        run_sample(out, rows=rows, seed=seed, if_missing=if_missing, overwrite=overwrite)
+    run_sample(out, rows=rows, seed=seed, if_missing=if_missing, overwrite=overwrite)
+
+
+for _name, _summary in VERBS.items():
+    app.command(_name, help=_summary)(lambda: None)
 
 
 def run_sample(

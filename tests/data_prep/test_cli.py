@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from data_prep.cli import app
+from data_prep.cli import VERBS, app
 from data_prep.sample import MIN_ROWS, make_sample
 
 RECIPES = ("qwen3_vl", "qwen2_5_vl")
@@ -24,13 +24,14 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_help_lists_the_verbs_that_exist_and_no_other() -> None:
     result = runner.invoke(app, ["--help"])
     assert result.exit_code == 0
-    assert "sample" in result.output
-    assert not [
-        verb
-        for verb in ("convert", "validate", "stats", "preview", "shard", "encode")
-        if verb in result.output
-    ]
-    assert [command.name or command.callback.__name__ for command in app.registered_commands] == ["sample"]
+    verbs = [command.name or command.callback.__name__ for command in app.registered_commands]
+    assert verbs == ["sample", *VERBS]
+    planned = {"convert", "validate", "stats", "preview", "shard", "encode"}
+    assert not [verb for verb in planned - set(verbs) if verb in result.output]
+    for verb in verbs:
+        assert verb in result.output
+        shown = runner.invoke(app, [verb, "--help"], env={"COLUMNS": "200"})
+        assert (shown.exit_code, f"data-prep {verb} " in shown.output) == (0, True), shown.output
 
 
 def test_help_of_sample_has_examples_and_every_option() -> None:

@@ -32,7 +32,7 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
 )
 FAMILY = (*BASE, "datasets", "kernels", *SHARED_MODELS)  # models/<m>, besides its own folder
 TOP = ("commands", "cli", "launch", "__main__")  # these may import everything
-DATA_PREP = ("errors", "registry", "datasets", "models.spec", "config")
+DATA_PREP = ("errors", "registry", "segments", "datasets", "models.spec", "config")
 
 # Third-party packages that the lowest layer may use.
 BASE_THIRD_PARTY = {"pydantic", "yaml", "torch"}

@@ -1,0 +1,122 @@
+"""Rows of a data set with their addresses, read in chunks that processes can share.
+
+    source = open_data(Path("data/mine/train.jsonl"))
+    for chunk in chunks_of(source):
+        for row, raw in source.rows(chunk.shard, chunk.start): ...     # until chunk.stop
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from lmms_engine.config import DatasetEntry
+from lmms_engine.datasets.sources import Raw, Source, open_source
+from lmms_engine.errors import UserError
+
+CHUNK_ROWS = 64
+
+T = TypeVar("T")
+
+
+class Chunk(NamedTuple):
+    """Rows start to stop - 1 of one shard of a source."""
+
+    shard: int
+    start: int
+    stop: int
+
+
+def open_data(path: Path, data_folder: Path | None = None, limit: int | None = None) -> Source:
+    """The rows of a file, folder or glob, read as training reads them.
+
+    data_folder: what relative media paths resolve against; None: the folder of the data file.
+    """
+    folder = "" if data_folder is None else str(data_folder.resolve())
+    return open_source(DatasetEntry(path=str(path), data_folder=folder, limit=limit))
+
+
+def chunks_of(source: Source) -> Iterator[Chunk]:
+    """All rows. A shard that cannot be entered in the middle, a row group of Parquet, is one chunk."""
+    for shard in range(source.num_shards):
+        total = source.shard_rows(shard)
+        step = CHUNK_ROWS if source.random_access else max(total, 1)
+        for start in range(0, total, step):
+            yield Chunk(shard, start, min(start + step, total))
+
+
+def rows_of(source: Source, chunk: Chunk) -> Iterator[tuple[int, Raw]]:
+    """(row, content) of a chunk, without blank lines."""
+    for row, raw in source.rows(chunk.shard, chunk.start):
+        if row >= chunk.stop:
+            return
+        if raw is not None:
+            yield row, raw
+
+
+# Sharing the work ------------------------------------------------------------------------------------
+
+_task: Callable[[Chunk], Any] | None = None
+
+
+def _start(task: Callable[[Chunk], Any]) -> None:
+    global _task
+    _task = task
+
+
+def _call(chunk: Chunk) -> Any:
+    assert _task is not None, "the pool's initializer has run"
+    return _task(chunk)
+
+
+def in_order(
+    task: Callable[[Chunk], T], chunks: Iterable[Chunk], workers: int
+) -> Iterator[tuple[Chunk, T]]:
+    """(chunk, task(chunk)) in the order of the chunks; with workers > 1 in that many processes.
+
+    task: picklable; each process gets one copy. Only a few results wait at a time. A process that dies is a
+    UserError.
+    """
+    if workers <= 1:
+        for chunk in chunks:
+            yield chunk, task(chunk)
+        return
+    import multiprocessing
+    from concurrent.futures import Future, ProcessPoolExecutor
+    from concurrent.futures.process import BrokenProcessPool
+
+    waiting: deque[tuple[Chunk, Future]] = deque()
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_start, initargs=(task,))
+    try:
+        for chunk in chunks:
+            waiting.append((chunk, pool.submit(_call, chunk)))
+            if len(waiting) > 2 * workers:
+                first, result = waiting.popleft()
+                yield first, result.result()
+        while waiting:
+            first, result = waiting.popleft()
+            yield first, result.result()
+    except BrokenProcessPool:
+        raise UserError(
+            "a worker process died, perhaps for want of memory; use fewer --workers, or --workers 1 to see at"
+            " which row"
+        ) from None
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+@contextmanager
+def progress_bar(title: str, total: int | None) -> Iterator[Callable[[int], None]]:
+    """A bar on stderr where it is a terminal; call what it gives with how many more rows are done."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        bar = progress.add_task(title, total=total)
+        yield lambda more: progress.advance(bar, more)
