@@ -247,10 +247,10 @@ def _checkpoint_weights(
 ) -> Iterator[tuple[str, Tensor]]:
     model = build_meta(spec, config)
     files = _checkpoint_files(folder)
-    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    like = model.state_dict()
     aliases = tied_names(model)
     conversions, unexpected = _plan(model, list(files))
-    wanted = shapes.keys() - aliases.keys()
+    wanted = like.keys() - aliases.keys()
     if all(len(conversion.transform.target_patterns) == 1 for conversion in conversions.values()):
         covered = {aliases.get(name, name) for name in conversions}
         _check_complete(folder, covered, unexpected, wanted)   # before anything is read
@@ -262,16 +262,25 @@ def _checkpoint_weights(
             made = conversion.transform.convert(target, model=model, config=model.config)
             for name, tensor in made.items():
                 tensor = tensor[0] if isinstance(tensor, list) else tensor
-                if tensor.shape != shapes[name]:
-                    raise UserError(
-                        f"{folder}: {name} is {list(tensor.shape)} in the checkpoint and "
-                        f"{list(shapes[name])} in the model"
-                    )
+                _check_fits(folder, name, tensor, like[name])
                 name = aliases.get(name, name)   # both of a tied pair may be there: the first one counts
                 if name not in done:
                     done.add(name)
                     yield name, _float32(tensor)
     _check_complete(folder, done, [], wanted)
+
+
+def _check_fits(folder: Path, name: str, tensor: Tensor, like: Tensor) -> None:
+    """Shape and kind of number must be the model's: quantised weights, say, are no weights to train on."""
+    if tensor.shape != like.shape:
+        raise UserError(
+            f"{folder}: {name} is {list(tensor.shape)} in the checkpoint and {list(like.shape)} in the model"
+        )
+    if like.is_floating_point() and (not tensor.is_floating_point() or tensor.dtype.itemsize < 2):
+        raise UserError(
+            f"{folder}: {name} is {tensor.dtype} in the checkpoint (legal: float of 16 bits or more); "
+            "train from the weights before quantisation"
+        )
 
 
 def _plan(model: nn.Module, keys: list[str]) -> tuple[dict[str, _Conversion], list[str]]:

@@ -41,6 +41,7 @@ svg { width: 100%; height: auto }
 table { border-collapse: collapse; font-size: 13px } td { padding: .1rem .8rem .1rem 0; vertical-align: top }
 td + td { font-family: ui-monospace, monospace; overflow-wrap: anywhere }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; background: #f6f6f6; padding: .8rem; font-size: 13px }
+.curves figure { margin: 0 }
 .drawings { display: flex; flex-wrap: wrap } .drawings figure { margin: .5rem; text-align: center }
 .drawing { width: 128px; image-rendering: pixelated }
 mark { background: #bfe8c5 } img { max-height: 160px; margin-right: .5rem }

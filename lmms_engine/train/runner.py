@@ -90,6 +90,7 @@ class TrainRunner:
         if self.start.finished:
             return self
         self.loader = build_loader(job, mesh.dp_rank, mesh.dp_size, pin_memory=mesh.device.type == "cuda")
+        self.loader.processor  # noqa: B018 - opened here, so that a wrong name stops before the model is built
         self.eval_loaders = eval_loaders(job, mesh.dp_rank, mesh.dp_size)
         self._resume_data()
         fresh = self.start.checkpoint is None
@@ -155,7 +156,7 @@ class TrainRunner:
         )
         validates = bool(self.eval_loaders) and (last or due(self.step, trainer.eval_steps))
         saves = last or due(self.step, trainer.save_steps)
-        if validates or saves or due(self.step, trainer.logging_steps):
+        if validates or saves or self.step == 1 or due(self.step, trainer.logging_steps):
             self._log()
         if validates:
             self._validate()

@@ -244,7 +244,7 @@ def test_half_precision_checkpoints_become_float32(family: str, saved: Path) -> 
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl"])
-@pytest.mark.parametrize("change", ["missing", "unknown", "shape", "both of a tie"])
+@pytest.mark.parametrize("change", ["missing", "unknown", "shape", "int8", "both of a tie"])
 def test_checkpoints_that_do_not_fit(family: str, saved: Path, change: str) -> None:
     state = load_file(saved / hf.SINGLE)
     name = "model.visual.merger.linear_fc1.weight"
@@ -257,6 +257,9 @@ def test_checkpoints_that_do_not_fit(family: str, saved: Path, change: str) -> N
     elif change == "shape":
         state[name] = state[name][:-1].clone()
         message = r"is \[127, 128\] in the checkpoint and \[128, 128\] in the model"
+    elif change == "int8":
+        state[name] = state[name].to(torch.int8)
+        message = r"linear_fc1\.weight is torch\.int8 in the checkpoint"
     else:
         state["lm_head.weight"] = state["model.language_model.embed_tokens.weight"].clone()
         message = None
