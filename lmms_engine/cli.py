@@ -3,6 +3,7 @@
 lmms-engine inspect --config recipes/qwen3_vl/config.yaml
 lmms-engine export runs/qwen3_vl-smoke
 lmms-engine report runs/qwen3_vl-smoke
+lmms-engine verify --config recipes/qwen3_vl/config.yaml --config recipes/qwen3_vl/smoke.yaml
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ def _options(debug: Annotated[bool, typer.Option(help="Show the traceback of an 
 VERBS = {
     "inspect": "Show the batches that a rank would train on (supervised text is coloured).",
     "export": "Write a checkpoint as a folder that transformers' from_pretrained and AutoProcessor open.",
+    "verify": "Compare every layout with one plain process, and write the certificate.",
     "report": "Write report.html: curves, settings, samples; one file that needs no network.",
 }
 for _name, _summary in VERBS.items():

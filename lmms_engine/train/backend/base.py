@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -22,6 +23,10 @@ class Backend(Protocol):
 
     def step(self) -> Tensor:
         """Clips, updates, clears gradients; returns the global gradient norm before clipping (a scalar)."""
+        ...
+
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """Whole gradients by parameter name, between the last backward and `step`. Collective."""
         ...
 
     def set_progress(self, progress: float, step: int) -> None:
