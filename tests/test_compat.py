@@ -449,23 +449,6 @@ LATER = {
             "dataset_config.video_sampling_strategy=frame_num",
         ],
     ),
-    "image diffusion": (
-        """
-- type: trainer
-  config:
-    trainer_type: sit_trainer
-    dataset_config: {dataset_type: vision,
-      processor_config: {processor_type: sit, extra_kwargs: {image_size: 256}},
-      datasets: [{path: rows, data_type: arrow}]}
-    model_config: {load_from_config: {model_type: sit, depth: 28, loss_weight: null}}
-    max_steps: -1
-    num_train_epochs: 100
-    logging_first_step: true
-    dataloader_pin_memory: true
-    report_to: [tensorboard]
-""",
-        ["dataset_config.processor_config.processor_type=sit"],
-    ),
     "compiled": (
         "trainer_args: {torch_compile: true, torch_compile_backend: inductor}\n"
         "model_config: {load_from_pretrained_path: a/b}\ndataset_config: {datasets: [{path: x}]}\n",
@@ -622,3 +605,20 @@ class TestRefusals:
 )
 def test_unwrap_leaves_the_rest(content: Any) -> None:
     assert compat.unwrap(content) == content
+
+
+def test_example_of_image_diffusion_is_read() -> None:
+    """Its processor and model are ours; what the model's config lacks is said when it is built."""
+    job = Job.from_dict(
+        {
+            "trainer_type": "sit_trainer",
+            "dataset_config": {
+                "dataset_type": "vision",
+                "processor_config": {"processor_type": "sit", "extra_kwargs": {"image_size": 256}},
+                "datasets": [{"path": "rows", "data_type": "arrow"}],
+            },
+            "model_config": {"load_from_config": {"model_type": "sit", "depth": 28, "loss_weight": None}},
+        }
+    )
+    assert job.dataset.processor_config.processor_type == "sit"
+    assert job.dataset.processor_config.extra_kwargs == {"image_size": 256}
