@@ -5,6 +5,7 @@ A rank that fails ends its group: the others may wait for it in a collective, so
 
 from __future__ import annotations
 
+import io
 import multiprocessing
 import os
 import pickle
@@ -149,7 +150,7 @@ def _rank_main(pipe: Connection, task: _Task) -> None:
     from lmms_engine.train.data import build_processor
     from lmms_engine.train.verify.run import Refused, run_case
 
-    sys.stdout = open(os.devnull, "w")   # progress of the resumed run, and what libraries have to say
+    sys.stdout = io.StringIO()   # progress of the resumed run, and what libraries have to say
     ranks = {"RANK": task.rank, "WORLD_SIZE": task.world_size, "LOCAL_RANK": task.rank}
     os.environ.update({name: str(value) for name, value in ranks.items()})
     if not task.on_gpu:
