@@ -25,6 +25,7 @@ from lmms_engine.errors import UserError
 # What `--help` says of a verb whose file is imported only when it is used: `data_prep/<verb>.py`.
 VERBS = {
     "validate": "Check every row and open every medium; the exit code is 1 if there are faults.",
+    "stats": "Show histograms of length, turns, media and sources, and how well the rows pack.",
 }
 
 

@@ -1,0 +1,276 @@
+"""`data-prep stats`: how long rows are, what they hold, where they come from, and how well they pack."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from array import array
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import typer
+
+from data_prep.lengths import Tokens
+from data_prep.rows import Chunk, chunks_of, in_order, open_data, progress_bar, rows_of
+from data_prep.write import whole, whole_text
+from lmms_engine.datasets.pack import DEFAULT_OPEN_BINS, PACKERS
+from lmms_engine.datasets.schema import KINDS, Row, parse_row
+from lmms_engine.datasets.sources import Source
+from lmms_engine.errors import BadRow, UserError
+
+BARS = 12   # most bars of a histogram in the terminal
+BAR_WIDTH = 40
+PNG_BARS = 60
+SOURCES_SHOWN = 20
+
+
+class Facts(NamedTuple):
+    """What is counted of a row. supervised: tokens, 0 without a processor."""
+
+    length: int
+    supervised: int
+    turns: int
+    media: tuple[int, ...]   # as KINDS
+    source: str
+
+
+@dataclass
+class Counted:
+    """Facts of a chunk's usable rows, and the kinds of the others."""
+
+    facts: list[Facts] = field(default_factory=list)
+    bad: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass
+class Counting:
+    """Counts a chunk; goes to the worker processes."""
+
+    source: Source
+    tokens: Tokens | None = None
+
+    def __call__(self, chunk: Chunk) -> Counted:
+        """The facts of the chunk."""
+        counted = Counted()
+        file = Path(self.source.place(chunk.shard, 0).partition(", ")[0]).name
+        for _, raw in rows_of(self.source, chunk):
+            try:
+                if isinstance(raw, BadRow):
+                    raise raw
+                row = parse_row(raw, self.source.folder(chunk.shard))
+                counted.facts.append(self._facts(row, file))
+            except BadRow as bad:
+                counted.bad[bad.kind] += 1
+        return counted
+
+    def _facts(self, row: Row, file: str) -> Facts:
+        kinds = Counter(part.kind for part in row.media())
+        if self.tokens is None:
+            length, supervised = sum(len(message.text.split()) for message in row.messages), 0
+        else:
+            sample = self.tokens.sample(row)
+            length, supervised = len(sample), sample.supervised
+        media = tuple(kinds[kind] for kind in KINDS)
+        return Facts(length, supervised, len(row.messages), media, str(row.meta.get("source", file)))
+
+
+class Stats:
+    """Everything that was counted; a row takes a few bytes."""
+
+    def __init__(self, unit: str) -> None:
+        self.unit = unit   # of lengths: tokens or words
+        self.lengths = array("Q")
+        self.turns = array("I")
+        self.media = {kind: array("I") for kind in KINDS}
+        self.sources: Counter[str] = Counter()
+        self.bad: Counter[str] = Counter()
+        self.supervised = 0
+
+    def add(self, counted: Counted) -> None:
+        """Takes a chunk."""
+        self.bad += counted.bad
+        for facts in counted.facts:
+            self.lengths.append(facts.length)
+            self.turns.append(facts.turns)
+            self.supervised += facts.supervised
+            self.sources[facts.source] += 1
+            for kind, count in zip(KINDS, facts.media, strict=True):
+                self.media[kind].append(count)
+
+    def histograms(self) -> Iterator[tuple[str, str, Sequence[int]]]:
+        """(name, what is counted, its value for each row), without media that no row has."""
+        yield "lengths", f"{self.unit} a row", self.lengths
+        yield "turns", "turns a row", self.turns
+        for kind, counts in self.media.items():
+            if any(counts):
+                yield f"{kind}s", f"{kind}s a row", counts
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain numbers, for stats.json."""
+        out: dict[str, Any] = {"rows": len(self.lengths), "unusable": dict(self.bad), "unit": self.unit}
+        for name, _, values in self.histograms():
+            out[name] = {"sum": sum(values), **percentiles(values)}
+        if self.unit == "tokens":
+            out["supervised"] = self.supervised
+        return {**out, "sources": dict(self.sources.most_common())}
+
+
+def percentiles(values: Sequence[int]) -> dict[str, int]:
+    """Least, median, 90th and 99th percentile and largest, by nearest rank."""
+    ordered = sorted(values)
+    ranks = {"min": 0.0, "p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
+    return {name: ordered[max(math.ceil(len(ordered) * rank) - 1, 0)] for name, rank in ranks.items()}
+
+
+def histogram(values: Sequence[int], most: int) -> list[tuple[int, int, int]]:
+    """(first value, last value, rows) of at most `most` bars of equal width, from the least value on."""
+    low, high = min(values), max(values)
+    width = -(-(high - low + 1) // most)
+    counts = Counter((value - low) // width for value in values)
+    bars = (high - low) // width + 1
+    return [(low + i * width, low + (i + 1) * width - 1, counts[i]) for i in range(bars)]
+
+
+class Fill(NamedTuple):
+    """How rows fill packs of a length. rows_long: longer than a pack, which a run drops."""
+
+    packs: int
+    fill: float
+    rows_long: int
+
+
+def packing_fill(lengths: Sequence[int], length: int, open_bins: int = DEFAULT_OPEN_BINS) -> Fill:
+    """What `first_fit` makes of the lengths in a shuffled order."""
+    order = list(lengths)
+    random.Random(0).shuffle(order)
+    packer = PACKERS.get("first_fit")(length, open_bins=open_bins)
+    packs = used = long = 0
+    for size in order:
+        if size > length:
+            long += 1
+            continue
+        used += size
+        packs += len(packer.add(range(size)))
+    packs += len(packer.flush())
+    return Fill(packs, used / (packs * length) if packs else 0.0, long)
+
+
+# Showing ---------------------------------------------------------------------------------------------
+
+
+def print_stats(stats: Stats) -> None:
+    """Summary lines and bars."""
+    bad = ", ".join(f"{kind} {count}" for kind, count in stats.bad.most_common())
+    print(f"{len(stats.lengths)} rows" + (f", {stats.bad.total()} unusable ({bad})" if bad else ""))
+    if stats.unit == "tokens":
+        total = sum(stats.lengths)
+        print(f"{total} tokens, {stats.supervised} supervised ({stats.supervised / total:.1%})")
+    for _, title, values in stats.histograms():
+        found = percentiles(values)
+        print(f"\n{title}: " + ", ".join(f"{name} {value}" for name, value in found.items()))
+        bars = histogram(values, BARS)
+        _bars([(str(a) if a == b else f"{a}-{b}", count) for a, b, count in bars])
+    print(f"\nsources: {len(stats.sources)}")
+    _bars(stats.sources.most_common(SOURCES_SHOWN))
+
+
+def _bars(bars: Sequence[tuple[str, int]]) -> None:
+    most = max(count for _, count in bars)
+    wide = max(len(label) for label, _ in bars)
+    for label, count in bars:
+        # A row that is there shows, however few there are of its kind.
+        size = max(round(BAR_WIDTH * count / most), bool(count))
+        print(f"  {label:>{wide}} {'█' * size:<{BAR_WIDTH}} {count}")
+
+
+def write_stats(stats: Stats, folder: Path, packing: Mapping[str, Any] | None) -> None:
+    """stats.json and a PNG for each histogram, and one for the sources."""
+    with whole_text(folder / "stats.json") as file:
+        json.dump({**stats.as_dict(), **({"packing": packing} if packing else {})}, file, indent=2)
+        file.write("\n")
+    for name, title, values in stats.histograms():
+        bars = histogram(values, PNG_BARS)
+        _png(folder / f"{name}.png", title, [a for a, _, _ in bars], bars)
+    top = stats.sources.most_common(SOURCES_SHOWN)
+    _png(folder / "sources.png", "rows a source", [name for name, _ in top], [(0, 0, n) for _, n in top])
+
+
+def _png(
+    path: Path, title: str, labels: Sequence[int | str], bars: Sequence[tuple[int, int, int]]
+) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    counts = [count for _, _, count in bars]
+    if isinstance(labels[0], str):
+        axes.barh(labels, counts)
+        axes.invert_yaxis()
+        axes.set_xlabel(title)
+    else:
+        width = bars[0][1] - bars[0][0] + 1
+        axes.bar(labels, counts, width=width * 0.95, align="edge" if width > 1 else "center")
+        axes.set_xlabel(title)
+        axes.set_ylabel("rows")
+    with whole(path) as partial:
+        figure.savefig(partial, format="png", dpi=120)
+
+
+def stats(
+    data: Annotated[Path, typer.Argument(help="File, folder or glob: JSONL, JSON, Parquet or Arrow.")],
+    out: Annotated[Path | None, typer.Option(help="Folder for PNG figures and stats.json.")] = None,
+    data_folder: Annotated[
+        Path | None, typer.Option(help="Folder of relative media paths; default: the data file's.")
+    ] = None,
+    processor: Annotated[
+        Path | None, typer.Option(help="A model's or processor's folder: lengths in tokens, not words.")
+    ] = None,
+    processor_type: Annotated[
+        str | None, typer.Option(help="Its registered name, where the folder does not say.")
+    ] = None,
+    packing_length: Annotated[
+        int | None, typer.Option(min=1, help="Report how full packs of it get; needs --processor.")
+    ] = None,
+    open_bins: Annotated[int, typer.Option(min=1, help="Packs filled at the same time.")] = DEFAULT_OPEN_BINS,
+    limit: Annotated[int | None, typer.Option(min=1, help="The first rows only.")] = None,
+    workers: Annotated[int, typer.Option(min=1, help="Processes that count.")] = 1,
+) -> None:
+    """Show histograms of length, turns, media and sources, and how well the rows pack.
+
+    Without --processor lengths are words and no medium is opened. A row's source is its `meta.source`, else
+    its file. Rows that training could not use are counted and left out.
+
+    Examples:
+
+        data-prep stats data/shapes/train.jsonl
+
+        data-prep stats data/mine --processor data/shapes/processor/qwen3_vl --packing-length 4096 --out stats
+    """
+    if processor is None and (packing_length is not None or processor_type is not None):
+        name = "--packing-length" if packing_length is not None else "--processor-type"
+        raise UserError(f"{name} needs --processor FOLDER: only a model's processor counts tokens")
+    source = open_data(data, data_folder, limit)
+    tokens = None if processor is None else Tokens(processor, processor_type)
+    found = Stats("words" if tokens is None else "tokens")
+    with progress_bar("counting", source.num_rows) as advance:
+        for chunk, counted in in_order(Counting(source, tokens), chunks_of(source), workers):
+            found.add(counted)
+            advance(chunk.stop - chunk.start)
+    if not found.lengths:
+        kinds = ", ".join(f"{kind} {count}" for kind, count in found.bad.most_common())
+        raise UserError(f"{data} has no usable row ({kinds}); `data-prep validate` says where")
+    print_stats(found)
+    packing = None
+    if packing_length is not None:
+        fill = packing_fill(found.lengths, packing_length, open_bins)
+        packing = {"length": packing_length, "open_bins": open_bins, **fill._asdict()}
+        print(f"\npacks of {packing_length}: {fill.packs}, {fill.fill:.1%} full (first_fit, {open_bins})")
+        if fill.rows_long:
+            print(f"{fill.rows_long} rows are longer than a pack; a run drops them")
+    if out is not None:
+        write_stats(found, out, packing)
+        print(f"\nwrote: {out}")
