@@ -32,8 +32,8 @@ class Objective(nn.Module):
 
     model: nn.Module
     coefficients: dict[str, float]   # term -> factor in the loss; 0 makes a term a metric
-    sequence_group: dist.ProcessGroup | None = None   # the ranks that share this rank's sequences
     forward_methods: ClassVar[tuple[str, ...]] = ()   # methods besides `forward` that call the model
+    sequence_group: dist.ProcessGroup | None = None   # the ranks that share this rank's sequences
     shares_sequences: ClassVar[bool] = False   # whether `forward` takes a batch made by `PackedBatch.shard`
 
     def draw(self, batch: PackedBatch, rng: torch.Generator) -> PackedBatch:

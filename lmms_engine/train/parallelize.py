@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from lmms_engine.errors import UserError
-from lmms_engine.kernels import attention, experts, liger, loss_head, widen
+from lmms_engine.kernels import attention, experts, liger, loss_head, patch_embed, widen
 from lmms_engine.models import hf
 from lmms_engine.models.spec import Layout, ModelSpec, for_type
 from lmms_engine.objectives import OBJECTIVES, build_objective
@@ -130,6 +130,7 @@ def apply_kernels(
         dtype = torch.bfloat16 if computes_in_bf16(job.trainer, device) else torch.float32
         backend = attention.resolve(job.model.attn_implementation, device, dtype)
         names = attention.install(backend, exchange)
+        patch_embed.apply_patch_projection(model)
     else:
         names = attention.LIBRARY
     attention.use(model, spec.layout.attention, names)
