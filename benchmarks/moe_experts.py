@@ -4,7 +4,8 @@
 
 One layer's experts with the published sizes of Qwen3-30B-A3B (128 experts, 8 for a token, 2048 wide, inner
 size 768), random bf16 weights, forward and backward. The routing is drawn once for all ways: `even`, or
-`skewed`, where the busiest expert gets several times the mean (printed). FLOP/s count the products of visited experts.
+`skewed`, where the busiest expert gets several times the mean (printed). FLOP/s count the products of visited
+experts.
 
 library     transformers' own loop over the experts that are hit
 loop        ours, what a CPU runs
