@@ -82,9 +82,13 @@ class ProcessorConfig(Section):
 
 
 class PackingKwargs(Section):
-    """open_bins: how many packs are filled at the same time."""
+    """How packs are filled; the last three with `balanced` only, see docs/packing.md."""
 
-    open_bins: Positive = 16
+    open_bins: Positive = 16                  # packs filled at the same time, by all shards of a rank
+    media_units: Positive | None = None       # most patches (pictures, clips) or chunks (sound) of a pack
+    cost_budget: PositiveFloat = 1.1          # a pack's cost, times `packing_length` tokens of short samples
+    attention_length: PositiveFloat = 25000.0  # tokens at which attention costs as much as matrix products
+    media_cost: Annotated[float, Field(ge=0)] = 0.1   # of a media unit, in tokens
 
 
 Entries = Annotated[tuple[DatasetEntry, ...], BeforeValidator(_listed)]
@@ -230,7 +234,6 @@ LEGAL_NOW: dict[str, tuple[Any, ...]] = {
     "dataset_config.dataset_format": ("auto", "yaml", "json", "jsonl", "arrow", "parquet"),
     "dataset_config.datasets.*.data_type": ("auto", "json", "jsonl", "arrow", "parquet"),
     "dataset_config.eval_datasets.*.data_type": ("auto", "json", "jsonl", "arrow", "parquet"),
-    "dataset_config.packing_strategy": ("first_fit",),
     "dataset_config.overlong": ("drop", "error"),
     "trainer_args.use_muon": (False,),
 }

@@ -10,7 +10,7 @@ from lmms_engine.config_load import show
 from lmms_engine.registry import nearest
 
 if TYPE_CHECKING:
-    from lmms_engine.config import Job, TrainerSection
+    from lmms_engine.config import DatasetSection, Job, TrainerSection
 
 BUILT_IN = "vision_iterable"   # reads dataset_config.datasets; a registered dataset need not
 
@@ -64,6 +64,8 @@ def contradictions(job: Job) -> list[tuple[tuple[str, ...], str]]:
             "dataset_config.packing_length",
             "dataset_config.packing",
         )
+    for key, text in _packing_problems(dataset):
+        wrong(text, f"dataset_config.{key}", "dataset_config.packing_strategy", "dataset_config.packing")
     if trainer.eval_steps is not None and not dataset.eval_datasets:
         wrong(
             f"trainer_args.eval_steps={trainer.eval_steps}: there is nothing to evaluate; give "
@@ -105,6 +107,22 @@ def contradictions(job: Job) -> list[tuple[tuple[str, ...], str]]:
         if plugin.endswith(".py") and not Path(plugin).is_file():
             wrong(f"plugins.{i}={plugin}: there is no such file", "plugins")
     return found
+
+
+def _packing_problems(dataset: DatasetSection) -> list[tuple[str, str]]:
+    """(key, what is wrong) of settings that the way of packing would not look at."""
+    found = []
+    if not dataset.packing and dataset.packing_strategy != "first_fit":
+        found.append(("packing_strategy", f"{dataset.packing_strategy}: nothing is packed: packing is false"))
+    for key in ("media_units", "cost_budget", "attention_length", "media_cost"):
+        value = getattr(dataset.packing_kwargs, key)
+        if value == type(dataset.packing_kwargs).model_fields[key].default:
+            continue
+        if not dataset.packing:
+            found.append((f"packing_kwargs.{key}", f"{show(value)}: nothing is packed: packing is false"))
+        elif key != "media_units" and dataset.packing_strategy != "balanced":
+            found.append((f"packing_kwargs.{key}", f"{show(value)}: only packing_strategy=balanced uses it"))
+    return [(key, f"dataset_config.{key}={text}") for key, text in found]
 
 
 def _schedule_problems(trainer: TrainerSection) -> list[str]:

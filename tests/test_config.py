@@ -88,7 +88,10 @@ class TestDefaults:
                 "packing": True,
                 "packing_strategy": "first_fit",
                 "packing_length": 32000,
-                "packing_kwargs": {"open_bins": 16},
+                "packing_kwargs": {
+                    "open_bins": 16, "media_units": None, "cost_budget": 1.1, "attention_length": 25000.0,
+                    "media_cost": 0.1,
+                },
                 "filter_overlong": True,
                 "overlong": "drop",
                 "max_length": None,
@@ -513,7 +516,7 @@ class TestNumbersAndKeys:
                 "dataset_config": {
                     "datasets": [{"path": "$NOWHERE/x.jsonl"}],
                     "packing_lenght": 3,
-                    "packing_strategy": "balanced",
+                    "packing_strategy": "worst_fit",
                     "max_length": 64000,
                 },
                 "trainer_args": {"max_steps": "3", "ep_degree": 0, "fp16": True, "eval_steps": 5},
@@ -547,7 +550,6 @@ class TestNumbersAndKeys:
         ("section", "key", "value", "legal"),
         [
             ("trainer_args", "use_muon", True, "false"),
-            ("dataset_config", "packing_strategy", "best_fit", "first_fit"),
             ("dataset_config", "overlong", "truncate", "drop, error"),
             ("dataset_config", "dataset_format", "csv", "auto, yaml, json, jsonl, arrow, parquet"),
         ],
@@ -556,6 +558,22 @@ class TestNumbersAndKeys:
         line = problem(base(**{section: {key: value}}))
         assert line.startswith(f"{section}.{key}=")
         assert line.endswith(f": not supported yet (legal: {legal})")
+
+    def test_packing_settings_that_would_be_ignored(self) -> None:
+        def packed(**keys: Any) -> list[str]:
+            return problems(base(dataset_config=keys))
+
+        legal = {"packing_strategy": "balanced", "packing_kwargs": {"cost_budget": 1.3, "media_units": 9}}
+        assert job(dataset_config=legal).dataset.packing_kwargs.cost_budget == 1.3
+        assert packed(packing_kwargs={"cost_budget": 1.3}) == [
+            "dataset_config.packing_kwargs.cost_budget=1.3: only packing_strategy=balanced uses it"
+        ]
+        assert packed(packing=False, packing_kwargs={"media_units": 9}) == [
+            "dataset_config.packing_kwargs.media_units=9: nothing is packed: packing is false"
+        ]
+        assert packed(packing=False, packing_strategy="balanced") == [
+            "dataset_config.packing_strategy=balanced: nothing is packed: packing is false"
+        ]
 
     def test_nested_features_to_come(self) -> None:
         tree = base(

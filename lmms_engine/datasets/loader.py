@@ -31,6 +31,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lmms_engine.datasets.batch import PackedBatch
 from lmms_engine.datasets.collate import collate, finish, join_samples
+from lmms_engine.datasets.cost import SampleCost, media_units
 from lmms_engine.datasets.order import OrderSettings
 from lmms_engine.datasets.pack import PACKERS, Packer, Single
 from lmms_engine.datasets.skips import SkipRecord, check_budget
@@ -403,15 +404,23 @@ def _packer(dataset: DatasetSection, num_shards: int) -> Callable[[], Packer]:
     memory."""
     if not dataset.packing:
         return Single
-    open_bins = max(dataset.packing_kwargs.open_bins // num_shards, min(dataset.packing_kwargs.open_bins, 2))
-    return partial(PACKERS.get(dataset.packing_strategy), dataset.packing_length, open_bins)
+    settings = dataset.packing_kwargs
+    open_bins = max(settings.open_bins // num_shards, min(settings.open_bins, 2))
+    measures: dict[str, Any] = {}
+    if settings.media_units is not None:
+        measures |= {"media_units": settings.media_units, "units": media_units}
+    if dataset.packing_strategy == "balanced":
+        cost = SampleCost(settings.attention_length, settings.media_cost)
+        measures |= {"cost": cost, "budget": settings.cost_budget * dataset.packing_length}
+    return partial(PACKERS.get(dataset.packing_strategy), dataset.packing_length, open_bins, **measures)
 
 
 def _row_policy(dataset: DatasetSection) -> RowPolicy:
     limit, name = dataset.max_length, "dataset_config.max_length"
     if limit is None or (dataset.packing and limit > dataset.packing_length):
         limit, name = dataset.packing_length, "dataset_config.packing_length"
-    return RowPolicy(dataset.on_bad_row, dataset.overlong, limit, name)
+    most_media = dataset.packing_kwargs.media_units if dataset.packing else None
+    return RowPolicy(dataset.on_bad_row, dataset.overlong, limit, name, most_media)
 
 
 def _identity(job: Job, sources: Sequence[Source], settings: OrderSettings) -> dict[str, Any]:
@@ -420,7 +429,7 @@ def _identity(job: Job, sources: Sequence[Source], settings: OrderSettings) -> d
     packing = {
         "dataset_config.packing_strategy": dataset.packing_strategy,
         "dataset_config.packing_length": dataset.packing_length,
-        "dataset_config.packing_kwargs.open_bins": dataset.packing_kwargs.open_bins,
+        **{f"dataset_config.packing_kwargs.{key}": value for key, value in _packing_kwargs(dataset).items()},
     }
     return {
         "trainer_args.seed": settings.seed,
@@ -436,6 +445,14 @@ def _identity(job: Job, sources: Sequence[Source], settings: OrderSettings) -> d
             for source, weight in zip(sources, settings.weights, strict=True)
         ],
     }
+
+
+def _packing_kwargs(dataset: DatasetSection) -> dict[str, Any]:
+    """Those that the packs depend on."""
+    given = dataset.packing_kwargs.model_dump()
+    if dataset.packing_strategy != "balanced":
+        given = {key: given[key] for key in ("open_bins", "media_units")}
+    return {key: value for key, value in given.items() if value is not None}
 
 
 def _dataset_identity(source: Source, weight: float) -> dict[str, Any]:

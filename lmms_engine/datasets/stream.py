@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from lmms_engine.datasets.cost import media_units
 from lmms_engine.datasets.order import Address, Order, OrderSettings, rng
 from lmms_engine.datasets.pack import Packer
 from lmms_engine.datasets.sample import Sample
@@ -37,6 +38,7 @@ class RowPolicy:
     overlong: Literal["drop", "error", "truncate"]
     limit: int          # most tokens of a row
     limit_name: str     # the setting it comes from
+    media_limit: int | None = None  # most media units of a row, `packing_kwargs.media_units`
 
 
 @dataclass(frozen=True)
@@ -137,8 +139,10 @@ class ShardStream:
         self._numbers = {source.name: i for i, source in enumerate(self._sources)}
         self._skipped: list[SkipRecord] = []
         self._rows: Iterator[tuple[Address, Raw | None]] | None = None
-        if any(self._position.bins):
-            self._packer.restore([[self._reread(a) for a in pack] for pack in self._position.bins])
+        if state is not None:
+            given = self._position.packs + len(self._position.ready)
+            bins = [[self._reread(a) for a in pack] for pack in self._position.bins]
+            self._packer.restore(bins, given)
         self._ready = [[self._reread(a) for a in pack] for pack in self._position.ready]
 
     @property
@@ -283,6 +287,10 @@ class ShardStream:
             raise UserError(f"{address(ref, place)}: {one_line(error)}") from error
         if len(sample) > self._policy.limit:
             reason = f"{len(sample)} tokens, more than {self._policy.limit_name}={self._policy.limit}"
+            return self._too_long(ref, source.place(at.shard, at.row), reason)
+        most = self._policy.media_limit
+        if most is not None and (units := media_units(sample)) > most:
+            reason = f"{units} media units, more than dataset_config.packing_kwargs.media_units={most}"
             return self._too_long(ref, source.place(at.shard, at.row), reason)
         return sample
 

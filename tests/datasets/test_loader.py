@@ -175,6 +175,56 @@ def test_resume_equals_going_on(rows: Path, workers: int, steps: int) -> None:
     resumed.close()
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_balanced_packs_resume_and_do_not_depend_on_workers(tmp_path: Path, workers: int) -> None:
+    # 50 of 64 tokens cost 50 + 50²/40 = 112: dear, held back. The others cost 10.3 to 57.
+    path = write_jsonl(tmp_path / "a.jsonl", [text_row(f"r{i}", (50, 9, 17, 30)[i % 4]) for i in range(160)])
+    kwargs = {"open_bins": 8, "cost_budget": 1.2, "attention_length": 40.0, "media_cost": 0.0}
+    keys = {"packing_strategy": "balanced", "packing_kwargs": kwargs, "num_logical_shards": 2}
+    whole = make_loader(make_job(path, **keys), stand_in=False)
+    steps = steps_of_epoch(whole)
+    assert sorted(ids_of(steps)) == sorted(f"r{i}" for i in range(160))
+    lengths = [micro.segments.lengths() for micros in steps for micro in micros]
+    assert all(len(pack) == 1 or sum(n + n * n / 40 for n in pack) <= 1.2 * 64 for pack in lengths)
+    for count in (1, 30):  # before and after the first turn of the dear ones
+        first = make_loader(make_job(path, dataloader_num_workers=workers, **keys), stand_in=False)
+        begun = [first.next_step() for _ in range(count)]
+        resumed = make_loader(make_job(path, dataloader_num_workers=workers, **keys), stand_in=False)
+        resumed.load_state_dict(save([first]))
+        rest = steps_of_epoch(resumed)
+        assert [[content(m) for m in micros] for micros in begun + rest] == [
+            [content(m) for m in micros] for micros in steps
+        ]
+        first.close()
+        resumed.close()
+    state = save([make_loader(make_job(path, **keys))])
+    keys["packing_kwargs"] = {**kwargs, "attention_length": 41.0}
+    with pytest.raises(UserError, match=r"attention_length was 40\.0 and is 41\.0"):
+        make_loader(make_job(path, **keys)).load_state_dict(state)
+
+
+def test_a_pack_has_no_more_media_than_the_budget(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(b"picture")
+
+    def row(id_: str, pictures: int) -> dict[str, Any]:
+        images = [{"type": "image_url", "image_url": {"url": "a.png"}}] * pictures
+        text = {"type": "text", "text": "what"}
+        user, answer = {"role": "user", "content": [*images, text]}, {"role": "assistant", "content": "ok"}
+        return {"id": id_, "messages": [user, answer]}
+
+    path = write_jsonl(tmp_path / "a.jsonl", [row(f"r{i}", i % 5) for i in range(40)])
+    for strategy in ("first_fit", "best_fit", "balanced"):
+        keys = {"packing_strategy": strategy, "packing_kwargs": {"media_units": 3}, "num_logical_shards": 1}
+        loader = make_loader(make_job(path, **keys), stand_in=False)
+        steps = steps_of_epoch(loader)
+        grids = [micro.media.get("image_grid_thw") for micros in steps for micro in micros]
+        assert max(len(grid) for grid in grids if grid is not None) == 3
+        assert sorted(ids_of(steps)) == sorted(f"r{i}" for i in range(40) if i % 5 < 4)
+        skipped = loader.take_skipped()
+        assert [record.kind for record in skipped] == ["overlong"] * 8
+        assert skipped[0].reason == "4 media units, more than dataset_config.packing_kwargs.media_units=3"
+
+
 @pytest.mark.parametrize(("size", "workers"), [(1, 0), (2, 1), (8, 0)])
 def test_resume_with_other_ranks_and_workers_completes_the_epoch(rows: Path, size: int, workers: int) -> None:
     keys = {"num_logical_shards": 8, "packing_kwargs": {"open_bins": 4}}
