@@ -26,6 +26,7 @@ from lmms_engine.errors import UserError
 VERBS = {
     "validate": "Check every row and open every medium; the exit code is 1 if there are faults.",
     "stats": "Show histograms of length, turns, media and sources, and how well the rows pack.",
+    "convert": "Turn data of a usual form into rows in chat form.",
     "preview": "Write an HTML page of conversations with their media; one file that needs no network.",
 }
 

@@ -60,6 +60,11 @@ def rows_of(source: Source, chunk: Chunk) -> Iterator[tuple[int, Raw]]:
             yield row, raw
 
 
+def placed(place: str, message: str) -> str:
+    """Message with its place; what says of a row that it cannot be decoded names the place itself."""
+    return message if message.startswith(place) else f"{place}: {message}"
+
+
 # Sharing the work ------------------------------------------------------------------------------------
 
 _task: Callable[[Chunk], Any] | None = None

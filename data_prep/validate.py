@@ -19,7 +19,7 @@ from typing import Annotated, NamedTuple, TextIO
 import typer
 
 from data_prep.lengths import Tokens
-from data_prep.rows import Chunk, chunks_of, in_order, open_data, progress_bar, rows_of
+from data_prep.rows import Chunk, chunks_of, in_order, open_data, placed, progress_bar, rows_of
 from data_prep.write import portable, whole_text
 from lmms_engine.datasets.schema import MediaPart, Message, Row, parse_row
 from lmms_engine.datasets.sources import Raw, Source
@@ -230,17 +230,12 @@ def print_report(report: Report) -> None:
     if report.counts:
         table = Table("kind", "faults", "where, and what")
         for kind, count in sorted(report.counts.items(), key=lambda item: (-item[1], item[0])):
-            lines = [_line(fault) for fault in report.examples[kind]]
+            lines = [placed(fault.place, fault.message) for fault in report.examples[kind]]
             if count > len(lines):
                 lines.append(f"and {count - len(lines)} more")
             table.add_row(kind, str(count), Text("\n".join(lines)))
         console.print(table)
     print(f"{report.rows} rows, {report.bad_rows} with faults")
-
-
-def _line(fault: Fault) -> str:
-    """Place and message; a row that cannot be decoded names its place itself."""
-    return fault.message if fault.message.startswith(fault.place) else f"{fault.place}: {fault.message}"
 
 
 def validate(

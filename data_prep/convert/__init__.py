@@ -1,0 +1,195 @@
+"""`data-prep convert`: data of the usual forms to rows in chat form; one file a form in this folder.
+
+A form is a module with two functions: `records(path, options)` gives what stands in its files with places,
+`row(record, options)` makes a row of one; both may give BadRow. What every form shares happens here: the row
+is parsed as training parses it, media that lie inside the data become files, and the rows are written.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Annotated, Literal, NamedTuple
+
+import typer
+
+from data_prep.convert.common import Options
+from data_prep.rows import placed, progress_bar
+from data_prep.write import portable, whole, whole_text
+from lmms_engine.datasets.schema import MediaPart, Row, parse_row
+from lmms_engine.errors import BadRow, UserError
+from lmms_engine.registry import nearest
+
+FORMATS = {
+    "alpaca": "instruction, input, output",
+    "asr": "manifest of speech: audio_filepath, text, offset, duration",
+    "captions": "Parquet (or another table) of pictures and captions",
+    "imagenet": "folder of pictures, a sub-folder a class",
+    "llava": "LLaVA and ShareGPT: conversations, image(s), keys of the set's own",
+    "vqa": "CSV, TSV, JSON or Parquet of image, question, answer, perhaps choices",
+    "webdataset": "tar files of pictures, clips or sounds with .txt or .json beside them",
+}
+
+# How files begin -> their suffix. (offset, bytes)
+MAGIC = {
+    (0, b"\xff\xd8\xff"): ".jpg",
+    (0, b"\x89PNG"): ".png",
+    (0, b"GIF8"): ".gif",
+    (8, b"WEBP"): ".webp",
+    (8, b"WAVE"): ".wav",
+    (8, b"AVI "): ".avi",
+    (4, b"ftyp"): ".mp4",
+    (0, b"\x1aE\xdf\xa3"): ".mkv",
+    (0, b"fLaC"): ".flac",
+    (0, b"ID3"): ".mp3",
+    (0, b"OggS"): ".ogg",
+    (0, b"BM"): ".bmp",
+    (0, b"II*\x00"): ".tif",
+    (0, b"MM\x00*"): ".tif",
+}
+
+
+class Converted(NamedTuple):
+    """How many rows were written, and how many of each kind of bad ones were left out."""
+
+    rows: int
+    bad: Counter[str]
+
+
+def convert_rows(
+    name: str,
+    path: Path,
+    out: Path,
+    options: Options,
+    *,
+    media_folder: Path | None = None,
+    source: str | None = None,
+    skip: bool = False,
+) -> Converted:
+    """Writes the rows of `path` to the JSONL file `out`; media inside the data to `<out's stem>_media`.
+
+    media_folder: what relative media paths resolve against; None: the folder of the data. source: goes to
+    every row's `meta.source`. skip: go on after a bad row, which else is a UserError.
+    """
+    if name not in FORMATS:
+        raise UserError(f"unknown form '{name}' (legal: {', '.join(FORMATS)}){nearest(name, list(FORMATS))}")
+    form = importlib.import_module(f"data_prep.convert.{name}")
+    base = (media_folder or _folder_of(path)).resolve()
+    folder = out.resolve().parent
+    media = folder / f"{out.stem}_media"
+    rows, bad = 0, Counter()
+    with whole_text(out) as file, progress_bar(f"converting {path.name}", None) as advance:
+        for place, record in form.records(path, options):
+            advance(1)
+            try:
+                if isinstance(record, BadRow):
+                    raise record
+                made = form.row(record, options)
+                row = parse_row(made if source is None else {**made, "source": source}, base)
+                file.write(json.dumps(portable(_unpacked(row, media), folder), ensure_ascii=False) + "\n")
+                rows += 1
+            except BadRow as error:
+                if not skip:
+                    hint = "(--on-bad-row skip leaves such rows out)"
+                    raise UserError(f"{placed(place, str(error))} {hint}") from None
+                bad[error.kind] += 1
+        if not rows:
+            kinds = ", ".join(f"{kind} {count}" for kind, count in bad.most_common())
+            raise UserError(f"{path} has no row that can be converted{f' ({kinds})' if kinds else ''}")
+    return Converted(rows, bad)
+
+
+def _folder_of(path: Path) -> Path:
+    """The folder of a file or glob; a folder itself."""
+    if path.is_dir():
+        return path
+    folder = path.parent
+    while any(mark in str(folder) for mark in "*?["):
+        folder = folder.parent
+    return folder
+
+
+def _unpacked(row: Row, media: Path) -> Row:
+    """The row with its bytes written to files, named by their content: the same bytes are one file."""
+    if all(part.bytes is None for part in row.media()):
+        return row
+    messages = [
+        message.model_copy(update={"content": tuple(_to_file(part, media) for part in message.content)})
+        for message in row.messages
+    ]
+    return row.model_copy(update={"messages": tuple(messages)})
+
+
+def _to_file(part: object, media: Path) -> object:
+    if not isinstance(part, MediaPart) or part.bytes is None:
+        return part
+    name = hashlib.blake2b(part.bytes, digest_size=16).hexdigest()
+    path = media / name[:2] / f"{name}{suffix_of(part.bytes)}"
+    if not path.exists():
+        with whole(path) as partial:
+            partial.write_bytes(part.bytes)
+    return part.model_copy(update={"bytes": None, "path": str(path)})
+
+
+def suffix_of(data: bytes) -> str:
+    """The usual suffix of a medium's bytes; `.bin` for what is not recognised."""
+    for (offset, magic), suffix in MAGIC.items():
+        if data[offset : offset + len(magic)] == magic:
+            return suffix
+    return ".bin"
+
+
+def read_columns(pairs: list[str]) -> dict[str, str]:
+    """`["image=path", …]` as a dict."""
+    out = {}
+    for pair in pairs:
+        name, equals, column = pair.partition("=")
+        if not (name and equals and column):
+            raise UserError(f"--columns {pair}: write NAME=COLUMN, as in --columns question=prompt")
+        out[name] = column
+    return out
+
+
+_LIST = "; ".join(f"{name} ({what})" for name, what in FORMATS.items())
+
+
+def convert(
+    form: Annotated[str, typer.Argument(metavar="FORM", help=f"One of: {_LIST}.")],
+    data: Annotated[Path, typer.Argument(help="File, folder or glob.")],
+    out: Annotated[Path, typer.Option(help="The JSONL file to write.")],
+    media_folder: Annotated[
+        Path | None, typer.Option(help="Folder of relative media paths; default: the data's.")
+    ] = None,
+    prompt: Annotated[str | None, typer.Option(help="The question, for data that has none.")] = None,
+    columns: Annotated[
+        list[str] | None, typer.Option(help="NAME=COLUMN where a column has an unusual name; repeat it.")
+    ] = None,
+    source: Annotated[str | None, typer.Option(help="A name for every row's meta.source.")] = None,
+    on_bad_row: Annotated[
+        Literal["stop", "skip"], typer.Option(help="Stop at a row that is of no use, or leave it out.")
+    ] = "stop",
+) -> None:
+    """Turn data of a usual form into rows in chat form.
+
+    Media that lie inside the data become files in `<name>_media` beside the output. Paths are kept, and
+    `validate` says whether they exist. The output appears when it is whole; the same call gives the same
+    bytes.
+
+    Examples:
+
+        data-prep convert llava llava_150k.json --media-folder coco/train2017 --out data/llava.jsonl
+
+        data-prep convert vqa test.csv --columns question=prompt --columns answer=label --out data/vqa.jsonl
+
+        data-prep convert webdataset "shards/*.tar" --prompt "What is this?" --out data/web.jsonl
+    """
+    options = Options(prompt, read_columns(columns or []))
+    done = convert_rows(
+        form, data, out, options, media_folder=media_folder, source=source, skip=on_bad_row == "skip"
+    )
+    if done.bad:
+        print("left out: " + ", ".join(f"{kind} {count}" for kind, count in done.bad.most_common()))
+    print(f"wrote: {out} ({done.rows} rows)")

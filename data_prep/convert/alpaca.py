@@ -1,0 +1,46 @@
+"""Alpaca: `instruction`, `input`, `output`, perhaps `system`, `history` and `images`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from data_prep.convert.common import (
+    Options,
+    Record,
+    answer,
+    as_text,
+    ask,
+    identified,
+    need,
+    part,
+    pick,
+    read_records,
+)
+from lmms_engine.datasets.schema import MEDIA_KEYS
+from lmms_engine.errors import BadRow
+
+
+def records(path: Path, options: Options) -> Iterator[Record]:
+    """The rows as they stand."""
+    return read_records(path)
+
+
+def row(record: dict[str, Any], options: Options) -> dict[str, Any]:
+    """One question and answer, after those of the history; the input follows the instruction."""
+    question = as_text(need(record, "instruction", ("instruction", "prompt"), options), "instruction")
+    extra = pick(record, "input", ("input", "query"), options)
+    if extra is not None:
+        question = f"{question}\n\n{as_text(extra, 'input')}"
+    reply = as_text(need(record, "output", ("output", "response"), options), "output")
+    messages = []
+    if (system := record.get("system")) not in (None, ""):
+        messages.append({"role": "system", "content": [part(as_text(system, "system"))]})
+    for pair in record.get("history") or []:
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise BadRow("column", "`history` must be a list of pairs, question and answer")
+        messages += [ask(part(as_text(pair[0], "history"))), answer(as_text(pair[1], "history"))]
+    messages += [ask(part(question)), answer(reply)]
+    media = {key: record[key] for key in MEDIA_KEYS if record.get(key) not in (None, "", [])}
+    return {**identified(record, ("id",), options), "messages": messages, **media}
