@@ -2,6 +2,7 @@
 
 python benchmarks/h200_vlm.py numerics --out numerics.json
 python benchmarks/h200_vlm.py speed --out speed.json [--model qwen3_vl_4b]
+python benchmarks/h200_vlm.py profile --out profile.json --model qwen3_vl_4b
 
 Weights are random, pictures are JPEG files that the real loader decodes. Each command ends with a table.
 """
@@ -298,6 +299,39 @@ def speed(size: str, folder: Path, mesh: Mesh, *, steps: int, warmup: int) -> li
     return [*rows, {"model": size, "setting": "8 packs repeated", "loss_per_pass": passes}]
 
 
+def profile(size: str, folder: Path, mesh: Mesh, *, setting: str = "16k x 4") -> list[dict[str, Any]]:
+    """Where the device's time goes in one step, kernel by kernel: share of the step, calls, milliseconds."""
+    run = RealSize(size, folder, mesh)
+    packing_length, accumulation = SETTINGS[setting]
+    loader = build_loader(run.job(packing_length, accumulation), 0, 1, pin_memory=True)
+    windows = [loader.next_step() for _ in range(3)]
+    loader.close()
+    for micros in windows[:2]:
+        run.step(micros)
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    synchronize(mesh.device)
+    begin = time.perf_counter()
+    with torch.profiler.profile(activities=activities) as trace:
+        run.step(windows[2])
+        synchronize(mesh.device)
+    step_s = time.perf_counter() - begin
+    kernels = [event for event in trace.key_averages() if event.self_device_time_total > 0]
+    kernels = [event for event in kernels if event.device_type == torch.autograd.DeviceType.CUDA]
+    kernels.sort(key=lambda event: -event.self_device_time_total)
+    busy = sum(event.self_device_time_total for event in kernels) / 1e6
+    print(f"{size}: step {step_s:.3f} s, device busy {busy:.3f} s", flush=True)
+    return [
+        {
+            "model": size,
+            "share": event.self_device_time_total / 1e6 / busy,
+            "calls": event.count,
+            "ms": event.self_device_time_total / 1e3,
+            "kernel": event.key[:90],
+        }
+        for event in kernels[:40]
+    ]
+
+
 def table(rows: list[dict[str, Any]]) -> str:
     """Rows as aligned text; the columns of the first row."""
     def cell(value: Any) -> str:
@@ -311,7 +345,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=("numerics", "speed"))
+    parser.add_argument("what", choices=("numerics", "speed", "profile"))
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--model", choices=list(FAMILY), action="append", help="only this (default: both)")
     parser.add_argument("--steps", type=int, default=5)
@@ -324,11 +358,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_processors(folder / "processor")
-        if options.what == "speed":
+        if options.what != "numerics":
             write_chats(folder / "large", rows=400)
         for size in options.model or FAMILY:
             if options.what == "numerics":
                 rows += numerics(size, folder, mesh)
+            elif options.what == "profile":
+                rows += profile(size, folder, mesh)
             else:
                 rows += speed(size, folder, mesh, steps=options.steps, warmup=options.warmup)
             report = {"gpu": gpu, "torch": torch.__version__, "rows": rows}
