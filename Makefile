@@ -20,7 +20,7 @@ export PRESET NGPU FRESH PYTHON
 recipes := $(filter-out _%,$(notdir $(patsubst %/launch.sh,%,$(wildcard recipes/*/launch.sh))))
 bin := .venv/bin
 
-ifneq ($(filter prep train inspect expected $(if $(RUN),,export report),$(MAKECMDGOALS)),)
+ifneq ($(filter prep train inspect verify expected $(if $(RUN),,export report),$(MAKECMDGOALS)),)
 ifneq ($(words $(filter $(recipes),$(RECIPE))),1)
 $(error RECIPE=$(RECIPE): give the name of one recipe: $(recipes))
 endif
@@ -35,7 +35,7 @@ run_folder = $(if $(RUN),$(RUN),$(if $(filter smoke full,$(PRESET)),runs/$(RECIP
 # Unset what would let another environment's packages in.
 enter := unset PYTHONHOME VIRTUAL_ENV; export PATH="$(CURDIR)/$(bin):$$PATH"; set -f;
 
-.PHONY: help setup prep train test lint export inspect report new-recipe expected
+.PHONY: help setup prep train test lint export inspect verify report new-recipe expected
 
 help: ## list the targets and their options
 	@echo "usage: make <target> [OPTION=value ...]"
@@ -70,6 +70,14 @@ export: setup ## write the newest checkpoint of a run as a Hugging Face folder (
 inspect: setup ## show the batches that a recipe would train on (RECIPE=, PRESET=)
 	@$(enter) lmms-engine inspect --config recipes/$(RECIPE)/config.yaml \
 	  $(if $(filter full,$(PRESET)),,--config recipes/$(RECIPE)/smoke.yaml) $(ARGS)
+
+# The recipe's own certificate is written by a whole, passing comparison of its smoke preset.
+verify: setup ## compare every layout of a recipe with one plain process (RECIPE=, PRESET=)
+	@$(enter) python recipes/$(RECIPE)/prepare.py --if-missing && lmms-engine verify \
+	  --config recipes/$(RECIPE)/config.yaml $(if $(filter full,$(PRESET)),,--config recipes/$(RECIPE)/smoke.yaml) \
+	  --out runs/$(RECIPE)-verify $(ARGS)
+	@$(if $(filter full,$(PRESET))$(ARGS),,for form in md json; do \
+	  cp runs/$(RECIPE)-verify/verify.$$form recipes/$(RECIPE)/certificate.$$form; done)
 
 report: setup ## write report.html of a run (RECIPE= or RUN=)
 	@$(enter) lmms-engine report "$(run_folder)" $(ARGS)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-TARGETS = ["setup", "prep", "train", "test", "lint", "export", "inspect"]
+TARGETS = ["setup", "prep", "train", "test", "lint", "export", "inspect", "verify"]
 TARGETS += ["report", "new-recipe", "expected", "help"]
 
 

@@ -15,7 +15,7 @@ import time
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import groupby
 from multiprocessing.connection import Connection, wait
@@ -39,6 +39,7 @@ class Reply:
     status: Literal["done", "refused", "failed"]
     outcome: Outcome | None = None
     reason: str = ""
+    at: float = field(default_factory=time.time)   # a rank's failure makes others fail: the first one counts
 
 
 def run_cases(
@@ -105,15 +106,16 @@ def _collect(pipes: list[Connection], processes: list[BaseProcess], deadline: fl
             _stop(processes)
             return Reply("failed", reason=f"ranks {missing} gave no answer in {PATIENCE}")
         for pipe in ready:
-            rank = pipes.index(pipe)
             try:
                 reply = pickle.loads(pipe.recv_bytes())
             except EOFError:
                 reply = Reply("failed", reason="died without a word (out of memory?)")
-            if reply.status == "failed":
-                _stop(processes)
-                return Reply("failed", reason=f"rank {rank}: {reply.reason}")
-            replies[rank] = reply
+            replies[pipes.index(pipe)] = reply
+        failed = [(reply.at, rank) for rank, reply in replies.items() if reply.status == "failed"]
+        if failed:
+            _stop(processes)
+            _, rank = min(failed)
+            return Reply("failed", reason=f"rank {rank}: {replies[rank].reason}")
     statuses = {reply.status for reply in replies.values()}
     if len(statuses) > 1:
         _stop(processes)
