@@ -234,7 +234,6 @@ LEGAL_NOW: dict[str, tuple[Any, ...]] = {
     "dataset_config.dataset_format": ("auto", "yaml", "json", "jsonl", "arrow", "parquet"),
     "dataset_config.datasets.*.data_type": ("auto", "json", "jsonl", "arrow", "parquet"),
     "dataset_config.eval_datasets.*.data_type": ("auto", "json", "jsonl", "arrow", "parquet"),
-    "dataset_config.overlong": ("drop", "error"),
     "trainer_args.use_muon": (False,),
 }
 

@@ -550,7 +550,6 @@ class TestNumbersAndKeys:
         ("section", "key", "value", "legal"),
         [
             ("trainer_args", "use_muon", True, "false"),
-            ("dataset_config", "overlong", "truncate", "drop, error"),
             ("dataset_config", "dataset_format", "csv", "auto, yaml, json, jsonl, arrow, parquet"),
         ],
     )

@@ -99,12 +99,18 @@ class ChatTemplate:
         A token that begins before its span (a line break of the header merged with one that opens the
         answer) is not supervised: part of it was given.
         """
+        ids, supervised, _ = self.encode_turns(rendered)
+        return ids, supervised
+
+    def encode_turns(self, rendered: Rendered) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """As `encode`, with int64 [answers]: the number of tokens up to and with each answer's end marker."""
         encoded = self.tokenizer(rendered.text, add_special_tokens=False, return_offsets_mapping=True)
         offsets = np.asarray(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2)
         supervised = np.zeros(len(offsets), dtype=bool)
         for start, end in rendered.spans:
             supervised |= (offsets[:, 0] >= start) & (offsets[:, 1] <= end) & (offsets[:, 1] > start)
-        return np.asarray(encoded["input_ids"], dtype=np.int64), supervised
+        ends = np.searchsorted(offsets[:, 1], [end for _, end in rendered.spans], side="right")
+        return np.asarray(encoded["input_ids"], dtype=np.int64), supervised, ends.astype(np.int64)
 
     # How the template places answers --------------------------------------------------------------
 
@@ -179,6 +185,20 @@ class ChatTemplate:
             name = tool["function"]["name"]
             if name not in text:
                 raise BadRow("not_rendered", f"the chat template leaves out the tool '{name}'")
+
+
+def cut_at_turn(length: int, ends: np.ndarray, max_length: int) -> int:
+    """The tokens to keep of a row of `length`: at most `max_length`, all or up to the end of an answer.
+
+    Raises BadRow of the kind `overlong` if not even the first answer can be kept.
+    """
+    if length <= max_length:
+        return length
+    kept = max((int(end) for end in ends if end <= max_length), default=0)
+    if kept == 0:
+        why = f"its first question and answer are {ends[0]}" if len(ends) else "there is no answer to cut at"
+        raise BadRow("overlong", f"{length} tokens, more than {max_length}, and {why}")
+    return kept
 
 
 def _check_shown(message: Message, i: int, shown: str) -> None:

@@ -34,7 +34,7 @@ from lmms_engine.datasets.collate import collate, finish, join_samples
 from lmms_engine.datasets.cost import SampleCost, media_units
 from lmms_engine.datasets.order import OrderSettings
 from lmms_engine.datasets.pack import PACKERS, Packer, Single
-from lmms_engine.datasets.skips import SkipRecord, check_budget
+from lmms_engine.datasets.skips import TRUNCATED, SkipRecord, check_budget
 from lmms_engine.datasets.sources import Source, open_sources
 from lmms_engine.datasets.stream import Orders, Position, RowPolicy, ShardStream, one_line, waiting
 from lmms_engine.errors import UserError
@@ -164,7 +164,8 @@ class Loader:
             self._skipped.extend(item.skipped)
             if item.skipped:
                 seen, bad = (sum(state[key] for state in self._states.values()) for key in ("seen", "bad"))
-                check_budget(bad, seen, self._max_skip_fraction, self._skipped[-1] if self._skipped else None)
+                named = [record for record in self._skipped if record.kind not in ("overlong", TRUNCATED)]
+                check_budget(bad, seen, self._max_skip_fraction, named[-1] if named else None)
             if item.batch is not None:
                 return item.batch
 
@@ -229,7 +230,7 @@ class Loader:
         return self.epoch + (done / rows if rows else 0.0)
 
     def take_skipped(self) -> list[SkipRecord]:
-        """The rows left out since the last call."""
+        """The rows left out or shortened since the last call."""
         skipped, self._skipped = self._skipped, []
         return skipped
 

@@ -10,8 +10,11 @@ from lmms_engine.segments import RowRef
 MIN_ROWS_FOR_BUDGET = 100  # below this many rows a fraction says nothing
 
 
+TRUNCATED = "truncated"  # kind of a row that was shortened, and trained on
+
+
 class SkipRecord(NamedTuple):
-    """One row that was left out: one line of ``skipped.jsonl``."""
+    """One row that was left out, or, of the kind `truncated`, shortened: one line of ``skipped.jsonl``."""
 
     source: str
     shard: int

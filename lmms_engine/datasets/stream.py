@@ -15,7 +15,7 @@ from lmms_engine.datasets.order import Address, Order, OrderSettings, rng
 from lmms_engine.datasets.pack import Packer
 from lmms_engine.datasets.sample import Sample
 from lmms_engine.datasets.schema import parse_row
-from lmms_engine.datasets.skips import SkipRecord, address, skip_or_stop
+from lmms_engine.datasets.skips import TRUNCATED, SkipRecord, address, skip_or_stop
 from lmms_engine.datasets.sources import Raw, Source
 from lmms_engine.errors import BadRow, UserError
 from lmms_engine.segments import RowRef
@@ -31,7 +31,8 @@ REPORT_ROWS = 64  # a shard that gives no pack for this many rows reports its sk
 class RowPolicy:
     """What is done with rows that are bad or too long.
 
-    A row that is too long after the processor is dropped and counted, or is an error.
+    A row that is too long after the processor is dropped and counted, or is an error. With `truncate` the
+    processor shortens it, and what it cannot shorten is dropped.
     """
 
     on_bad_row: Literal["stop", "skip"]
@@ -292,6 +293,10 @@ class ShardStream:
         if most is not None and (units := media_units(sample)) > most:
             reason = f"{units} media units, more than dataset_config.packing_kwargs.media_units={most}"
             return self._too_long(ref, source.place(at.shard, at.row), reason)
+        if sample.truncated:
+            limit = f"{self._policy.limit_name}={self._policy.limit}"
+            reason = f"cut at the end of a turn, to {len(sample)} tokens, for {limit}"
+            self._skipped.append(SkipRecord(*ref, TRUNCATED, reason))
         return sample
 
     def _too_long(self, ref: RowRef, place: str, reason: str) -> None:
@@ -305,6 +310,7 @@ class ShardStream:
     def _reread(self, at: Address) -> Sample:
         source = self._sources[at.source]
         sample = self._sample(at, self._read(at))
+        self._skipped.clear()  # what this row had to tell was told before the checkpoint
         if sample is None:
             raise UserError(
                 f"cannot resume: {source.place(at.shard, at.row)} waited in an open pack at the checkpoint"

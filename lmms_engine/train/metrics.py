@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from lmms_engine.datasets.batch import PackedBatch
+from lmms_engine.datasets.skips import TRUNCATED
 from lmms_engine.models.flops import Flops
 from lmms_engine.objectives.base import SOURCE_TERM
 from lmms_engine.parallel.mesh import Mesh
@@ -126,6 +127,11 @@ class StepRecord:
     peak_gb: float
 
 
+def count_refused(skipped: list[dict[str, Any]]) -> int:
+    """How many of these lines of skipped.jsonl are rows left out; others were shortened and trained on."""
+    return sum(line["kind"] != TRUNCATED for line in skipped)
+
+
 @dataclass
 class Recorder:
     """Holds the records of steps not yet written and turns them into rows.
@@ -208,7 +214,7 @@ class Recorder:
             supervised_tokens=sum(entry["supervised"] for entry in data_ranks),
             tokens=tokens,
             samples=sum(entry["samples"] for entry in data_ranks),
-            skipped=sum(len(entry["skipped"]) for entry in data_ranks),
+            skipped=sum(count_refused(entry["skipped"]) for entry in data_ranks),
             step_s=seconds,
             data_s=max(entry["data_s"] for entry in ranks),
             tokens_per_s=tokens / seconds,

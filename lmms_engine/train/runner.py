@@ -37,6 +37,7 @@ from lmms_engine.train.metrics import (
     StepClock,
     StepRecord,
     append_lines,
+    count_refused,
     cut_back,
     make_row,
     peak_memory_gb,
@@ -214,7 +215,7 @@ class TrainRunner:
         everywhere = [row for rank in self.mesh.gather(skipped) for row in rank]
         if self.mesh.is_main:
             append_lines(self.run_dir / SKIPPED_FILE, everywhere)
-        return len(everywhere)
+        return count_refused(everywhere)
 
     # Logging, validation, checkpoints
 

@@ -7,6 +7,7 @@ import operator
 import os
 import signal
 import time
+from dataclasses import replace
 from functools import partial, reduce
 from itertools import zip_longest
 from pathlib import Path
@@ -16,8 +17,12 @@ import pytest
 import torch
 
 from lmms_engine.datasets import BaseDataset, register_dataset
+from lmms_engine.datasets.collate import TOKEN_DIMS
 from lmms_engine.datasets.loader import Loader, merge_states
+from lmms_engine.datasets.sample import Sample
+from lmms_engine.datasets.schema import Row
 from lmms_engine.errors import BadRow, UserError
+from lmms_engine.segments import RowRef
 from tests.datasets.toy_data import (
     ByteProcessor,
     content,
@@ -366,6 +371,37 @@ def test_a_row_longer_than_a_pack_is_dropped_and_counted(tmp_path: Path, place: 
     assert "65 tokens, more than dataset_config." in skipped.reason
     with pytest.raises(UserError, match=rf"row {place} .*65 tokens"):
         steps_of_epoch(make_loader(make_job(path, overlong="error", **keys)))
+
+
+class HalvingProcessor(ByteProcessor):
+    """Shortens rows of more than 60 tokens to 30."""
+
+    def __call__(self, row: Row, ref: RowRef) -> Sample:
+        whole = super().__call__(row, ref)
+        if len(whole) <= 60:
+            return whole
+        cut = {key: getattr(whole, key)[..., :30] for key in TOKEN_DIMS}
+        return replace(whole, **cut, truncated=True)
+
+
+def test_a_shortened_row_is_named_once_and_no_bad_row(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [text_row(f"r{i}", 50 + 12 * (i % 2)) for i in range(40)])
+    job = make_job(path, overlong="truncate", on_bad_row="skip", max_skip_fraction=0.0, num_logical_shards=1)
+    make = partial(Loader, job, HalvingProcessor, dp_rank=0, dp_size=1)
+    whole = make()
+    assert sorted(ids_of(steps_of_epoch(whole))) == sorted(f"r{i}" for i in range(40))
+    named = whole.take_skipped()
+    assert sorted(record.id for record in named) == sorted(f"r{i}" for i in range(1, 40, 2))
+    assert {record.kind for record in named} == {"truncated"}
+    assert named[0].reason == "cut at the end of a turn, to 30 tokens, for dataset_config.packing_length=64"
+    assert whole.skipped_total == 0
+    for count in range(1, 12, 3):   # rows that wait in open packs are read again, and not told again
+        first, second = make(), make()
+        for _ in range(count):
+            first.next_step()
+        second.load_state_dict(save([first]))
+        steps_of_epoch(second)
+        assert sorted([*first.take_skipped(), *second.take_skipped()]) == sorted(named)
 
 
 def test_rows_without_targets_stay_in_their_packs(tmp_path: Path) -> None:

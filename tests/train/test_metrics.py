@@ -60,7 +60,11 @@ def _record(step: int, rank: int = 0, **changes) -> StepRecord:
     record = StepRecord(
         step=step, epoch=0.5, stats=stats, lr={"decay": 1e-5}, clock=clock, data_s=0.125 * (rank + 1),
         micros=[_batch((f"r{rank}", 6 + rank, 3), stand_in=4)], flops=Flops(1e12, 2e12),
-        skipped=[{"step": step, "id": f"bad{rank}", "kind": "media_missing"}], peak_gb=1.0 + rank,
+        skipped=[
+            {"step": step, "id": f"bad{rank}", "kind": "media_missing"},
+            {"step": step, "id": f"cut{rank}", "kind": "truncated"},   # seen: not refused
+        ],
+        peak_gb=1.0 + rank,
     )  # fmt: skip
     return replace(record, **changes)
 
@@ -100,8 +104,8 @@ def test_two_ranks_give_one_row_per_step(tmp_path):
     assert row["mfu"] is None  # no peak is known for a CPU
     assert row["peak_gb"] == 2.0
     skipped = read_lines(tmp_path / "skipped.jsonl")
-    assert [line["step"] for line in skipped] == [1, 1, 2, 2]
-    assert [line["id"] for line in skipped] == ["bad0", "bad1"] * 2
+    assert [line["step"] for line in skipped] == [1] * 4 + [2] * 4
+    assert [line["id"] for line in skipped] == ["bad0", "cut0", "bad1", "cut1"] * 2
     for rank in range(2):
         logged = read_lines(tmp_path / rows_file(rank))
         assert [(line["step"], line["micro"]) for line in logged] == [(1, 0), (2, 0)]

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lmms_engine.datasets.chat import ChatTemplate
+from lmms_engine.datasets.chat import ChatTemplate, cut_at_turn
 from lmms_engine.datasets.processor.base import KeyRule
 from lmms_engine.datasets.sample import Sample
 from lmms_engine.errors import BadRow, UserError
@@ -32,7 +32,8 @@ EXTRA_KWARGS = ("chat_template",)
 class TextProcessor:
     """The model's chat template and tokenizer; positions count from 0. Satisfies the Processor protocol.
 
-    max_length, overlong: with `truncate`, longer rows are cut here; else only reported by their length.
+    max_length, overlong: with `truncate`, longer rows lose whole turns at their end; else their length is
+    only reported.
     """
 
     keys: ClassVar[dict[str, KeyRule]] = {}
@@ -86,10 +87,11 @@ class TextProcessor:
                 "unsupported_media",
                 f"the row holds {part.kind} ({part.label}), and this model reads text alone",
             )
-        ids, supervised = self.chat.encode(self.chat.render(row))
+        ids, supervised, ends = self.chat.encode_turns(self.chat.render(row))
         length = len(ids)
         if self.truncates and self.max_length is not None:
-            ids, supervised = ids[: self.max_length], supervised[: self.max_length]
+            cut = cut_at_turn(length, ends, self.max_length)
+            ids, supervised = ids[:cut], supervised[:cut]
         labels = np.full(len(ids), IGNORE, dtype=np.int64)
         labels[:-1] = np.where(supervised[1:], ids[1:], IGNORE)
         return Sample(

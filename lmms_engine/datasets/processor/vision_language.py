@@ -27,7 +27,7 @@ from PIL import Image
 from torch import Tensor
 from torchvision.transforms.v2 import InterpolationMode, functional
 
-from lmms_engine.datasets.chat import ChatTemplate
+from lmms_engine.datasets.chat import ChatTemplate, cut_at_turn
 from lmms_engine.datasets.media import check_size, load_picture
 from lmms_engine.datasets.processor.base import KeyRule
 from lmms_engine.datasets.sample import Sample
@@ -108,8 +108,9 @@ class VisionLanguageProcessor:
 
     hf: the library's processor; its pixel limits and sampling rate are set to those trained with, so that
     `save_pretrained` exports them. config: the model's, for what the processor's files do not say.
-    max_length, overlong: with `truncate`, longer rows are cut here, never inside a medium; else only reported
-    by their length. fps: frames per second, unless a clip states its own. video_max_pixels: per frame.
+    max_length, overlong: with `truncate`, longer rows lose whole turns at their end, with their media; else
+    their length is only reported. fps: frames per second, unless a clip states its own. video_max_pixels:
+    per frame.
     """
 
     hf_class: ClassVar[str]
@@ -213,9 +214,9 @@ class VisionLanguageProcessor:
             if part.kind == "audio":
                 raise BadRow("unsupported_media", f"the row holds sound ({part.label}): {self.sound}")
         rendered = self.chat.render(row)   # before any decoding: it refuses rows cheaply
-        ids, supervised = self.chat.encode(rendered)
+        ids, supervised, turns = self.chat.encode_turns(rendered)
         visuals = self._decode([*row.media()])
-        return self._assemble(ids, supervised, visuals, ref)
+        return self._assemble(ids, supervised, turns, visuals, ref)
 
     def stand_in(self) -> Sample:
         """One picture of the smallest legal grid, all zeros, without weight."""
@@ -224,7 +225,7 @@ class VisionLanguageProcessor:
         ids = np.array([self.vision_start, self.image_token, self.vision_end])
         zeros = Visual("image", torch.zeros(math.prod(grid), width), grid)
         ref = RowRef(source="stand-in", shard=0, row=0, id="stand-in")
-        return self._assemble(ids, np.zeros(3, dtype=bool), [zeros], ref)
+        return self._assemble(ids, np.zeros(3, dtype=bool), np.array([3]), [zeros], ref)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -303,9 +304,17 @@ class VisionLanguageProcessor:
     # Sequence ----------------------------------------------------------------------------------------
 
     def _assemble(
-        self, ids: np.ndarray, supervised: np.ndarray, visuals: list[Visual], ref: RowRef
+        self,
+        ids: np.ndarray,
+        supervised: np.ndarray,
+        turns: np.ndarray,
+        visuals: list[Visual],
+        ref: RowRef,
     ) -> Sample:
-        """Puts slots for the placeholders; `ids` has exactly one per visual, in order."""
+        """Puts slots for the placeholders; `ids` has exactly one per visual, in order.
+
+        turns: where answers end; a row that is too long is cut at one.
+        """
         places = np.flatnonzero((ids == self.image_token) | (ids == self.video_token))
         kinds = ["image" if ids[place] == self.image_token else "video" for place in places]
         if kinds != [visual.kind for visual in visuals]:
@@ -315,21 +324,27 @@ class VisionLanguageProcessor:
         supervised = supervised & (ids != self.vision_start) & (ids != self.vision_end)
         pieces: list[Piece] = []
         weights: list[np.ndarray] = []
-        ends: list[tuple[int, int]] = []   # of each medium with its marks: first and last + 1, in the result
-        length, before = 0, 0
+        sizes: list[int] = []
+        before = 0
         for place, visual in zip(places, visuals, strict=True):
             inner = self._visual_pieces(visual)
             size = sum(map(len, inner))
             pieces += [ids[before:place].tolist(), *inner]
             weights += [supervised[before:place], np.zeros(size, dtype=bool)]
-            length += place - before
-            ends.append((length - 1, length + size + 1))
-            length, before = length + size, place + 1
+            sizes.append(size)
+            before = place + 1
         pieces.append(ids[before:].tolist())
         weights.append(supervised[before:])
         flat = np.concatenate([_ids(piece) for piece in pieces])
         positions = mrope_positions([p if isinstance(p, Slots) else len(p) for p in pieces])
-        return self._sample(flat, np.concatenate(weights), positions, visuals, ends, ref)
+        # Each placeholder before the end of an answer has become its slots.
+        added = np.concatenate([[0], np.cumsum(np.array(sizes, dtype=np.int64) - 1)])
+        turns = turns + added[np.searchsorted(places, turns)]
+        cut = len(flat)
+        if self.truncates and self.max_length is not None:
+            cut = cut_at_turn(cut, turns, self.max_length)
+        kept = visuals[: int((places + added[:-1] < cut).sum())]
+        return self._sample(flat, np.concatenate(weights), positions, kept, cut, ref)
 
     def _visual_pieces(self, visual: Visual) -> list[Piece]:
         t, h, w = visual.grid
@@ -348,23 +363,22 @@ class VisionLanguageProcessor:
         supervised: np.ndarray,
         positions: np.ndarray,
         visuals: list[Visual],
-        ends: list[tuple[int, int]],
+        cut: int,
         ref: RowRef,
     ) -> Sample:
+        """The first `cut` tokens and the media that stand in them."""
         length = len(ids)
-        cut = self._cut(length, ends)
-        kept = [visual for visual, (_, end) in zip(visuals, ends, strict=True) if end <= cut]
         ids, supervised = ids[:cut], supervised[:cut]
         labels = np.full(cut, IGNORE, dtype=np.int64)
         labels[:-1] = np.where(supervised[1:], ids[1:], IGNORE)
         weights = np.zeros(cut, dtype=np.float32)
         weights[:-1] = supervised[1:]
         media = {}
-        if kept:
-            pixels = [visual.pixels for visual in kept]
+        if visuals:
+            pixels = [visual.pixels for visual in visuals]
             media = {
                 "pixel_values": pixels[0].contiguous() if len(pixels) == 1 else torch.cat(pixels),
-                "image_grid_thw": torch.tensor([visual.grid for visual in kept]),
+                "image_grid_thw": torch.tensor([visual.grid for visual in visuals]),
             }
         return Sample(
             row=ref,
@@ -375,18 +389,6 @@ class VisionLanguageProcessor:
             media=media,
             truncated=cut < length,
         )
-
-    def _cut(self, length: int, ends: list[tuple[int, int]]) -> int:
-        """The length to keep: `max_length`, or less where that would cut a medium in two."""
-        if not self.truncates or self.max_length is None or length <= self.max_length:
-            return length
-        cut = self.max_length
-        for start, end in ends:
-            if start < cut < end:
-                cut = start
-        if cut < 1:
-            raise BadRow("overlong", f"nothing is left of {length} tokens cut to {self.max_length}")
-        return cut
 
     # Settings ----------------------------------------------------------------------------------------
 

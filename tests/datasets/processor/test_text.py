@@ -60,14 +60,24 @@ def test_packs_without_a_stand_in_and_an_empty_one(folder: Path) -> None:
     assert (empty.num_tokens, empty.input_ids.numel(), float(empty.loss_weights.sum())) == (0, 1, 0.0)
 
 
-def test_truncation(folder: Path) -> None:
-    whole = TextProcessor.from_pretrained(folder)(row("Which?", "blue"), REF)
-    cut = TextProcessor.from_pretrained(folder, max_length=len(whole) - 2, overlong="truncate")
-    sample = cut(row("Which?", "blue"), REF)
-    assert sample.truncated
-    assert torch.equal(sample.input_ids, whole.input_ids[:-2])
-    assert int(sample.labels[-1]) == -100   # its target was cut off
+def test_truncation_drops_whole_turns(folder: Path) -> None:
+    chat = row("Which?", "blue", "What is 1 plus 2?", "3")
+    whole, first = (TextProcessor.from_pretrained(folder)(of, REF) for of in (chat, row("Which?", "blue")))
+    for limit in (len(first) - 1, len(first), len(whole) - 2, len(whole)):
+        cut = TextProcessor.from_pretrained(folder, max_length=limit, overlong="truncate")
+        sample = cut(chat, REF)
+        kept = len(whole) if limit == len(whole) else len(first) - 1   # without the line break after it
+        assert sample.truncated == (kept < len(whole))
+        assert torch.equal(sample.input_ids, whole.input_ids[:kept])
+        assert int(sample.labels[-1]) == -100
+        assert sample.supervised == (whole.supervised if kept == len(whole) else first.supervised)
     assert cut.fingerprint != TextProcessor.from_pretrained(folder).fingerprint
+    short = TextProcessor.from_pretrained(folder, max_length=len(first) - 2, overlong="truncate")
+    with pytest.raises(BadRow, match=rf"{len(whole)} tokens, more than {len(first) - 2}, ") as bad:
+        short(chat, REF)
+    assert bad.value.kind == "overlong"
+    with pytest.raises(BadRow, match="no answer to cut at"):
+        short(row("Which of the many things that there are do you mean when you ask?"), REF)
 
 
 def test_media_are_refused(folder: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,14 @@ from transformers import AutoProcessor, Qwen2_5_VLConfig, Qwen3VLConfig
 from transformers.video_utils import VideoMetadata
 
 from data_prep.clips import write_clip
+from lmms_engine.datasets.loader import Loader
 from lmms_engine.datasets.processor.vision_language import Slots, mrope_positions
 from lmms_engine.datasets.sample import Sample
 from lmms_engine.datasets.schema import MediaPart, parse_row
 from lmms_engine.datasets.video import load_clip
 from lmms_engine.errors import BadRow, UserError
 from lmms_engine.segments import RowRef
+from tests.datasets.toy_data import make_job, steps_of_epoch, write_jsonl
 
 Build = Callable[..., Any]
 Make = Callable[..., Sample]
@@ -237,24 +240,85 @@ def test_missing_pictures_are_named(build: Build, sample: Make) -> None:
     assert caught.value.kind == "media_missing"
 
 
-def test_truncation_never_cuts_a_medium(build: Build, sample: Make, tmp_path: Path) -> None:
-    look, then = ({"type": "text", "text": text} for text in ("look ", "and"))
-    content = [look, picture(tmp_path, 128, 128), then]
-    whole = sample(build(), content, "a long answer")
+def test_truncation_drops_whole_turns_with_their_media(build: Build, tmp_path: Path) -> None:
+    look, small = {"type": "text", "text": "look "}, picture(tmp_path, 64, 64)
+    large, ask = picture(tmp_path, 128, 128, "q.png"), {"type": "text", "text": "and"}
+    turns = [
+        {"role": "user", "content": [look, small]},
+        {"role": "assistant", "content": "a long answer"},
+        {"role": "user", "content": [look, large, ask]},
+        {"role": "assistant", "content": "another"},
+    ]
+
+    def sample(of: Any, count: int = 4) -> Any:
+        return of(parse_row({"messages": turns[:count]}, tmp_path), RowRef("test", 0, 0, "row"))
+
+    whole, first = sample(build()), sample(build(), 2)
+    end = len(first) - 1   # the end marker; a line break follows
     slots = (whole.input_ids == build().image_token).nonzero().flatten()
-    start, end = int(slots[0]) - 1, int(slots[-1]) + 2   # with its marks
-    full = len(whole)
-    for limit in (1, start, start + 1, end - 1, end, end + 1, full - 1, full, full + 1):
+    last = int(slots[-1])
+    for limit in (end, end + 1, last, last + 3, len(whole) - 1, len(whole), len(whole) + 1):
         processor = build(max_length=limit, overlong="truncate")
-        of = sample(processor, content, "a long answer")
-        kept = start if start < limit < end else min(limit, len(whole))
+        of = sample(processor)
+        kept = len(whole) if limit >= len(whole) else end if limit < len(whole) - 1 else len(whole) - 1
         assert len(of) == kept
         assert of.truncated == (kept < len(whole))
         assert torch.equal(of.input_ids, whole.input_ids[:kept])
         assert torch.equal(of.position_ids, whole.position_ids[:, :kept])
         assert of.labels[-1] == -100
-        assert ("pixel_values" in of.media) == (kept >= end)
-    assert len(sample(build(max_length=8, overlong="drop"), content, "a long answer")) == len(whole)
+        assert len(of.media["image_grid_thw"]) == (1 if kept == end else 2)
+        assert of.supervised == (first.supervised if kept == end else whole.supervised)
+        check_slots(processor, of)
+    for limit in (1, int(slots[0]) + 1, end - 1):
+        with pytest.raises(BadRow, match="its first question and answer are") as bad:
+            sample(build(max_length=limit, overlong="truncate"))
+        assert bad.value.kind == "overlong"
+    assert len(sample(build(max_length=8, overlong="drop"))) == len(whole)
+
+
+@pytest.mark.parametrize("place", [0, 3, 6])
+@pytest.mark.parametrize("overlong", ["truncate", "drop"])
+def test_the_limit_never_separates_slots_and_features(
+    build: Build, tmp_path: Path, overlong: str, place: int
+) -> None:
+    """B11: rows of limit - 1, limit and limit + 1 tokens, pictures at the end and in the middle."""
+    limit, measure = 48, build()
+
+    def row(id_: str, words: int, *middle: Any, after: str = "so?") -> dict[str, Any]:
+        text = [{"type": "text", "text": "a " * words}, *middle, {"type": "text", "text": after}]
+        roles = ("user", "assistant", "user", "assistant")
+        turns = ("Hi", "ok", text, "yes")
+        return {"id": id_, "messages": [{"role": r, "content": t} for r, t in zip(roles, turns, strict=True)]}
+
+    def length(of: dict[str, Any]) -> int:
+        return len(measure(parse_row(of, tmp_path), RowRef("test", 0, 0, "row")))
+
+    def sized(tokens: int) -> dict[str, Any]:
+        tries = (row(f"t{tokens}", words, after=end) for words in range(40) for end in ("", "b", "b?", "b?b"))
+        return next(of for of in tries if length(of) == tokens)
+
+    small, large = picture(tmp_path, 64, 64), picture(tmp_path, 256, 256, "q.png")
+    rows = [sized(limit - 1), sized(limit), sized(limit + 1), row("small", 0, small)]
+    rows += [row("large", 1, large), row("middle", 15, small, after="b " * 10)]
+    rows.insert(place, row("long", 60))
+    lengths = {of["id"]: length(of) for of in rows}
+    job = make_job(
+        write_jsonl(tmp_path / "rows.jsonl", rows), packing_length=limit, overlong=overlong,
+        num_logical_shards=1,
+    )  # fmt: skip
+    make = partial(build, max_length=limit, overlong=overlong)
+    loader = Loader(job, make, dp_rank=0, dp_size=1)
+    micros = [micro for step in steps_of_epoch(loader) for micro in step]
+    seen = [of.id for micro in micros for of in micro.rows]
+    skipped = {record.id: record.kind for record in loader.take_skipped()}
+    too_long = {id_ for id_, tokens in lengths.items() if tokens > limit}
+    assert too_long == {"long", "large", "middle", "t49"}
+    assert skipped == dict.fromkeys(too_long, "truncated" if overlong == "truncate" else "overlong")
+    assert sorted(seen) == sorted(lengths if overlong == "truncate" else set(lengths) - too_long)
+    for micro in micros:
+        slots = (micro.input_ids == measure.image_token).sum() * measure.merge**2
+        assert slots == micro.media["image_grid_thw"].prod(1).sum() == len(micro.media["pixel_values"])
+        assert 0 < micro.num_tokens <= limit
 
 
 def test_extra_kwargs_are_checked(build: Build) -> None:
