@@ -24,10 +24,11 @@ from lmms_engine.errors import UserError
 
 # What `--help` says of a verb whose file is imported only when it is used: `data_prep/<verb>.py`.
 VERBS = {
+    "convert": "Turn data of a usual form into rows in chat form.",
     "validate": "Check every row and open every medium; the exit code is 1 if there are faults.",
     "stats": "Show histograms of length, turns, media and sources, and how well the rows pack.",
-    "convert": "Turn data of a usual form into rows in chat form.",
     "preview": "Write an HTML page of conversations with their media; one file that needs no network.",
+    "shard": "Rewrite a data set as Parquet shards of about equal size, in the same order.",
 }
 
 

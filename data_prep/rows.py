@@ -23,6 +23,7 @@ from lmms_engine.errors import UserError
 CHUNK_ROWS = 64
 
 T = TypeVar("T")
+Work = TypeVar("Work")
 
 
 class Chunk(NamedTuple):
@@ -67,23 +68,25 @@ def placed(place: str, message: str) -> str:
 
 # Sharing the work ------------------------------------------------------------------------------------
 
-_task: Callable[[Chunk], Any] | None = None
+_task: Callable[[Any], Any] | None = None
 
 
-def _start(task: Callable[[Chunk], Any]) -> None:
+def _start(task: Callable[[Any], Any]) -> None:
     global _task
     _task = task
 
 
-def _call(chunk: Chunk) -> Any:
+def _call(chunk: Any) -> Any:
     assert _task is not None, "the pool's initializer has run"
     return _task(chunk)
 
 
 def in_order(
-    task: Callable[[Chunk], T], chunks: Iterable[Chunk], workers: int
-) -> Iterator[tuple[Chunk, T]]:
+    task: Callable[[Work], T], chunks: Iterable[Work], workers: int
+) -> Iterator[tuple[Work, T]]:
     """(chunk, task(chunk)) in the order of the chunks; with workers > 1 in that many processes.
+
+    A chunk is any small piece of work that can be pickled.
 
     task: picklable; each process gets one copy. Only a few results wait at a time. A process that dies is a
     UserError.
@@ -96,7 +99,7 @@ def in_order(
     from concurrent.futures import Future, ProcessPoolExecutor
     from concurrent.futures.process import BrokenProcessPool
 
-    waiting: deque[tuple[Chunk, Future]] = deque()
+    waiting: deque[tuple[Work, Future]] = deque()
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_start, initargs=(task,))
     try:

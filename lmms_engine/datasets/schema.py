@@ -143,7 +143,7 @@ def parse_row(obj: dict[str, Any], data_folder: Path) -> Row:
     messages = _messages(obj, {kind for kind in KINDS if given[kind]}, data_folder)
     messages = _with_system(obj.get("system"), messages)
     messages = _place_media(messages, given)
-    meta = obj.get("meta", {})
+    meta = _decode_json(obj.get("meta", {}), "`meta`")
     if not isinstance(meta, dict):
         raise BadRow("meta", f"`meta` must be an object, got {_kind_of(meta)}")
     if "source" in obj:

@@ -204,7 +204,8 @@ def test_spans_of_a_clip() -> None:
         ({"conversations": [{"from": "human", "value": "a"}]}, "messages", ["both"]),
         ({"messages": [{"role": "user", "content": "half \ud800"}]}, "text_invalid", ["surrogate"]),
         ({"id": 1.5}, "id", ["1.5"]),
-        ({"meta": "x"}, "meta", ["meta"]),
+        ({"meta": "x"}, "json", ["meta"]),
+        ({"meta": "[]"}, "meta", ["meta"]),
     ],
 )
 def test_refused_rows_name_the_key(row: dict[str, Any], kind: str, words: list[str]) -> None:
