@@ -9,9 +9,11 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lmms_engine.config import Job
 from lmms_engine.datasets.processor import Processor
@@ -30,6 +32,7 @@ from lmms_engine.train.verify.deal import Rows, deal
 
 # A tensor whose gradients are this small beside the norm of all is compared with that norm instead.
 NEGLIGIBLE = 1e-7
+NOISE = 0.02   # standard deviation of what is added to random weights
 
 
 class Refused(Exception):
@@ -71,6 +74,8 @@ def run_case(
         steps = [deal(case.deal, packs, processor, mesh.dp_rank, mesh.dp_size) for packs in rows.steps]
         if not case.resumes:
             objective, _, _ = build_model(job, mesh)
+            if job.model.load_from_config is not None:
+                stir(objective.model, job.trainer.seed)
             backend = build_backend(objective, job, mesh)
     except UserError as reason:
         raise Refused(str(reason)) from reason
@@ -96,6 +101,22 @@ def run_case(
         totals.append(stats.totals)
     worst = max(mesh.gather(comparison.worst), key=lambda each: each.difference)
     return Outcome(losses, norms, totals, None if is_reference else worst)
+
+
+@torch.no_grad()
+def stir(model: nn.Module, seed: int) -> None:
+    """Adds noise to every weight of a random model, the same in every layout.
+
+    Parts that begin at zero would let no gradient through to the parts behind them.
+    """
+    for name, parameter in model.named_parameters():
+        noise = NOISE * torch.randn(parameter.shape, generator=generator(seed, "verify", name))
+        noise = noise.to(parameter.device)
+        if isinstance(parameter, DTensor):
+            place = (parameter.device_mesh, parameter.placements)
+            parameter.to_local().add_(distribute_tensor(noise, *place, src_data_rank=None).to_local())
+        else:
+            parameter.add_(noise)
 
 
 class _Watched:
