@@ -550,7 +550,12 @@ class TestNumbersAndKeys:
         ("section", "key", "value", "legal"),
         [
             ("trainer_args", "use_muon", True, "false"),
-            ("dataset_config", "dataset_format", "csv", "auto, yaml, json, jsonl, arrow, parquet"),
+            (
+                "dataset_config",
+                "dataset_format",
+                "hf_dataset",
+                "auto, yaml, json, jsonl, csv, arrow, parquet",
+            ),
         ],
     )
     def test_features_to_come(self, section: str, key: str, value: Any, legal: str) -> None:
@@ -581,7 +586,7 @@ class TestNumbersAndKeys:
         )
         assert sorted(problems(tree)) == [
             "dataset_config.eval_datasets.1.data_type=hf_dataset: not supported yet "
-            "(legal: auto, json, jsonl, arrow, parquet)",
+            "(legal: auto, json, jsonl, csv, arrow, parquet)",
             "trainer_args.use_muon=true: not supported yet (legal: false)",
         ]
 

@@ -1,4 +1,4 @@
-"""Where rows come from: JSONL, JSON, Parquet and Arrow files, and datasets of the user's own.
+"""Where rows come from: JSONL, JSON, CSV, Parquet and Arrow files, and datasets of the user's own.
 
     source = open_source(entry)                   # an entry of dataset_config.datasets
     for row, raw in source.rows(shard=0): ...     # raw: a dict, or BadRow if the row cannot be read
@@ -9,18 +9,21 @@ A source is a list of physical shards, each a list of rows; (shard, row) address
 | --- | --- | --- |
 | JSONL | file; rows are its lines, cut at newline bytes only; blank lines are rows without content | cheap |
 | JSON list | file; rows are the elements | cheap |
+| CSV | file; rows are the records after the header, which names the keys; an empty cell is no key | cheap |
 | Arrow | file (a `save_to_disk` folder or IPC files), memory-mapped | cheap |
 | Parquet | row group | decodes the group up to the row |
 
 An entry's path is a file, a glob, or a folder; several files are taken in sorted order. Memory does not
-grow with the data: JSONL keeps one offset per 64 KiB, JSON one per row, the rest stays on disk. Sources can
-be pickled; open files are not carried over and are opened again where they are needed.
+grow with the data: JSONL keeps one offset per 64 KiB, JSON and CSV one per row, the rest stays on disk.
+Sources can be pickled; open files are not carried over and are opened again where they are needed.
 """
 
 from __future__ import annotations
 
+import csv
 import glob
 import hashlib
+import io
 import json
 import os
 from collections.abc import Iterator
@@ -28,21 +31,23 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from lmms_engine.datasets.indexing import RowIndex, index_json_list, index_lines
+import numpy as np
+
+from lmms_engine.datasets.indexing import RowIndex, index_csv, index_json_list, index_lines
 from lmms_engine.datasets.registry import DATASETS, BaseDataset
 from lmms_engine.errors import BadRow, UserError
 from lmms_engine.registry import nearest
 
 if TYPE_CHECKING:
-    import pyarrow as pa
     import pyarrow.parquet as pq
 
     from lmms_engine.config import DatasetEntry, DatasetSection
 
 Raw = dict[str, Any] | BadRow
-SUFFIXES = {".jsonl": "jsonl", ".json": "json", ".parquet": "parquet", ".arrow": "arrow"}
+SUFFIXES = {".jsonl": "jsonl", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
 FILES = "vision_iterable"  # the dataset_type that reads `datasets`
-LEGAL = "auto, json, jsonl, parquet, arrow"
+LEGAL = "auto, json, jsonl, csv, parquet, arrow"
+CSV_TEXT = ("id", "system", "source")  # columns whose cells are text even where they look like JSON
 HEAD_BYTES = 64 * 1024
 BATCH_ROWS = 64
 
@@ -149,6 +154,9 @@ def display_name(path: Path) -> str:
 
 def _files(path: str, kind: str) -> tuple[list[str], Path | None]:
     """The files of an entry, sorted, and the folder of its media: None where each file has its own."""
+    if "://" in path:
+        scheme = path.partition("://")[0]
+        raise UserError(f"dataset '{path}': {scheme}:// is not supported yet; copy the files to a local folder")
     if os.path.isfile(path):
         return [path], Path(path).parent
     if os.path.isdir(path):
@@ -349,32 +357,107 @@ class _TextSource(_FileSource):
         )
 
 
+class _CsvSource(_TextSource):
+    """CSV records; the header of each file names the keys. Lists and objects stand in cells as JSON."""
+
+    def __init__(self, files: list[Path]) -> None:
+        headers, indices = zip(*(_indexed(index_csv, file) for file in files), strict=True)
+        super().__init__(files, list(indices), "row")
+        self._columns = [_csv_columns(header, file) for header, file in zip(headers, files, strict=True)]
+
+    def _decode(self, data: bytes, shard: int, row: int) -> Raw:
+        columns = self._columns[shard]
+        try:
+            (cells,) = _csv_records(data.decode("utf-8"))
+            if len(cells) != len(columns):
+                raise ValueError(f"{len(cells)} cells for {len(columns)} columns")
+        except (ValueError, csv.Error) as error:
+            last = " (the last one: a quote may be open)" if row == self._counts[shard] - 1 else ""
+            return BadRow("csv", f"{self.place(shard, row)}{last} is not CSV: {error}")
+        pairs = zip(columns, cells, strict=True)
+        return {key: cell if key in CSV_TEXT else _csv_value(cell) for key, cell in pairs if cell}
+
+
+def _csv_columns(header: bytes, file: Path) -> list[str]:
+    try:
+        records = _csv_records(header.decode("utf-8-sig"))
+    except (ValueError, csv.Error) as error:
+        raise UserError(f"cannot read {file} as CSV: its first line is no header ({error})") from None
+    columns = [name.strip() for name in records[0]] if records else []
+    if "" in columns or len({*columns}) < len(columns):
+        raise UserError(f"cannot read {file} as CSV: its header has a column without a name or a name twice")
+    return columns
+
+
+def _csv_records(text: str) -> list[list[str]]:
+    csv.field_size_limit(2**31 - 1)  # the default of 128 KiB would refuse a picture in base64
+    return list(csv.reader(io.StringIO(text, newline=""), strict=True))
+
+
+def _csv_value(cell: str) -> Any:
+    """The list or object that a cell holds as JSON, else its text."""
+    if not cell.lstrip().startswith(("[", "{")):
+        return cell
+    try:
+        return json.loads(cell)
+    except (ValueError, RecursionError):
+        return cell
+
+
 class _ArrowSource(_FileSource):
     """Arrow IPC files, in the file or the stream format, memory-mapped."""
 
     def __init__(self, files: list[Path]) -> None:
-        tables = [_map_table(file) for file in files]
-        counts = [table.num_rows for table in tables]
-        super().__init__(files, counts, sum(table.nbytes for table in tables) // max(sum(counts), 1))
+        counts = [_ArrowFile(file).num_rows for file in files]
+        super().__init__(files, counts, sum(file.stat().st_size for file in files) // max(sum(counts), 1))
 
     def read(self, shard: int, row: int) -> Raw | None:
-        return drop_nulls(self._opened(shard).slice(row, 1).to_pylist()[0]) or {}
+        try:
+            return drop_nulls(self._opened(shard).row(row)) or {}
+        except _arrow_errors() as error:
+            return BadRow("arrow", f"{self.place(shard, row)}: cannot decode: {_one_line(error)}")
 
-    def _open_shard(self, shard: int) -> pa.Table:
-        return _map_table(self.files[shard])
+    def _open_shard(self, shard: int) -> _ArrowFile:
+        return _ArrowFile(self.files[shard])
 
 
-def _map_table(file: Path) -> pa.Table:
+class _ArrowFile:
+    """The record batches of a file. Each is checked when it is first read from: damaged offsets would
+    otherwise read memory outside it."""
+
+    def __init__(self, file: Path) -> None:
+        import pyarrow as pa
+
+        try:
+            data = pa.memory_map(str(file))
+            is_file = data.read(6) == b"ARROW1"
+            data.seek(0)
+            opened = pa.ipc.open_file(data) if is_file else pa.ipc.open_stream(data)
+            self._batches = opened.read_all().to_batches()
+        except _arrow_errors() as error:
+            raise UserError(f"cannot read {file} as Arrow: {_one_line(error)}") from None
+        self._ends = np.cumsum([batch.num_rows for batch in self._batches], dtype=np.int64)
+        self._checked: set[int] = set()
+
+    @property
+    def num_rows(self) -> int:
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def row(self, row: int) -> dict[str, Any]:
+        """One row; raises one of the Arrow errors if its batch is damaged."""
+        number = int(np.searchsorted(self._ends, row, side="right"))
+        batch = self._batches[number]
+        if number not in self._checked:
+            batch.validate(full=True)
+            self._checked.add(number)
+        return batch.slice(row - int(self._ends[number]) + batch.num_rows, 1).to_pylist()[0]
+
+
+def _arrow_errors() -> tuple[type[Exception], ...]:
+    """What reading damaged Arrow and Parquet files raises."""
     import pyarrow as pa
 
-    try:
-        data = pa.memory_map(str(file))
-        is_file = data.read(6) == b"ARROW1"
-        data.seek(0)
-        opened = pa.ipc.open_file(data) if is_file else pa.ipc.open_stream(data)
-        return opened.read_all()
-    except (OSError, pa.ArrowInvalid) as error:
-        raise UserError(f"cannot read {file} as Arrow: {_one_line(error)}") from None
+    return (OSError, ValueError, MemoryError, OverflowError, pa.ArrowException)
 
 
 class _ParquetSource(_FileSource):
@@ -402,8 +485,6 @@ class _ParquetSource(_FileSource):
         super().__init__(shards, counts, size // max(sum(counts), 1))
 
     def rows(self, shard: int, start: int = 0) -> Iterator[tuple[int, Raw | None]]:
-        import pyarrow as pa
-
         batches = self._opened(shard).iter_batches(
             batch_size=BATCH_ROWS, row_groups=[self._groups[shard][0]], use_threads=False
         )
@@ -417,7 +498,7 @@ class _ParquetSource(_FileSource):
                         return
                     yield row, drop_nulls(raw) or {}
                     row += 1
-        except (OSError, pa.ArrowInvalid) as error:
+        except _arrow_errors() as error:
             raise UserError(f"{self.place(shard, row)}: cannot decode: {_one_line(error)}") from None
 
     def read(self, shard: int, row: int) -> Raw | None:
@@ -432,12 +513,11 @@ class _ParquetSource(_FileSource):
 
 
 def _open_parquet(file: Path) -> pq.ParquetFile:
-    import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
         return pq.ParquetFile(file, memory_map=True)
-    except (OSError, pa.ArrowInvalid) as error:
+    except _arrow_errors() as error:
         raise UserError(f"cannot read {file} as Parquet: {_one_line(error)}") from None
 
 
@@ -453,12 +533,18 @@ def _open_json(files: list[Path]) -> _TextSource:
     return _TextSource(files, [_indexed(index_json_list, file) for file in files], "element")
 
 
-def _indexed(index: Any, file: Path) -> RowIndex:
+def _indexed(index: Any, file: Path) -> Any:
     with open_bytes(file) as stream:
         return index(stream)
 
 
-_OPENERS = {"jsonl": _open_jsonl, "json": _open_json, "arrow": _ArrowSource, "parquet": _ParquetSource}
+_OPENERS = {
+    "jsonl": _open_jsonl,
+    "json": _open_json,
+    "csv": _CsvSource,
+    "arrow": _ArrowSource,
+    "parquet": _ParquetSource,
+}
 
 
 # Datasets of the user's own --------------------------------------------------------------------------

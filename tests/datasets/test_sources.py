@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import pickle
@@ -58,9 +59,23 @@ def every_row(source: Source) -> list[Any]:
     return [raw for shard in range(source.num_shards) for _, raw in source.rows(shard)]
 
 
+def write_csv(path: Path, rows: list[dict[str, Any]]) -> Path:
+    """A column per key, lists as JSON, with the line breaks inside cells that `indent` makes."""
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, columns)
+        writer.writeheader()
+        for row in rows:
+            writer.writerow(
+                {key: json.dumps(v, indent=1) if isinstance(v, list) else v for key, v in row.items()}
+            )
+    return path
+
+
 def write_all(folder: Path, rows: list[dict[str, Any]]) -> dict[str, Path]:
-    """The rows in every format: JSON twice, Parquet with row groups of 2, Arrow in three dresses."""
+    """The rows in every format: JSON twice, CSV, Parquet with row groups of 2, Arrow in three dresses."""
     table = _table(rows)
+    write_csv(folder / "rows.csv", rows)
     write_jsonl(folder / "rows.jsonl", rows)
     (folder / "rows.json").write_text(json.dumps(rows, indent=1), encoding="utf-8")
     pq.write_table(table, folder / "rows.parquet", row_group_size=2)
@@ -72,12 +87,12 @@ def write_all(folder: Path, rows: list[dict[str, Any]]) -> dict[str, Path]:
     ):
         writer.write_table(table, max_chunksize=3)
     datasets.Dataset(table).save_to_disk(folder / "saved")
-    names = ("rows.jsonl", "rows.json", "rows.parquet", "file.arrow", "stream.arrow", "saved")
+    names = ("rows.jsonl", "rows.json", "rows.csv", "rows.parquet", "file.arrow", "stream.arrow", "saved")
     return {name: folder / name for name in names}
 
 
 @pytest.mark.parametrize(
-    "name", ["rows.jsonl", "rows.json", "rows.parquet", "file.arrow", "stream.arrow", "saved"]
+    "name", ["rows.jsonl", "rows.json", "rows.csv", "rows.parquet", "file.arrow", "stream.arrow", "saved"]
 )
 def test_all_formats_give_the_same_rows(tmp_path: Path, name: str) -> None:
     path = write_all(tmp_path, ROWS)[name]
@@ -190,8 +205,11 @@ def test_media_folder_is_relative_to_the_dataset_file(tmp_path: Path) -> None:
         ("splits", {}, ["several splits", "train", "test"]),
         ("broken.parquet", {}, ["cannot read", "broken.parquet", "Parquet"]),
         ("broken.arrow", {}, ["cannot read", "broken.arrow", "Arrow"]),
-        ("rows.csv", {}, ["cannot tell the format"]),
-        ("good.jsonl", {"data_type": "csv"}, ["csv: not supported yet", "legal: auto, json"]),
+        ("rows.tsv", {}, ["cannot tell the format", ".csv"]),
+        ("rows.csv", {}, ["is empty"]),
+        ("header.csv", {}, ["is empty"]),
+        ("twice.csv", {}, ["header", "name twice"]),
+        ("latin.csv", {}, ["header", "utf-8"]),
         ("zipped.jsonl", {}, ["is empty"]),
     ],
 )
@@ -199,8 +217,11 @@ def test_clear_messages_for_what_cannot_be_opened(
     tmp_path: Path, path: str, keys: dict[str, str], words: list[str]
 ) -> None:
     write_jsonl(tmp_path / "good.jsonl", ROWS)
-    for name in ("empty.jsonl", "empty.json", "rows.csv", "zipped.jsonl"):
+    for name in ("empty.jsonl", "empty.json", "rows.csv", "rows.tsv", "zipped.jsonl"):
         (tmp_path / name).touch()
+    (tmp_path / "header.csv").write_text("id,messages\n", encoding="utf-8")
+    (tmp_path / "twice.csv").write_text("id,messages,id\n1,[],2\n", encoding="utf-8")
+    (tmp_path / "latin.csv").write_bytes("größe,messages\n1,[]\n".encode("latin-1"))
     (tmp_path / "blank.jsonl").write_bytes(b"\n \r\n")
     for name in ("broken.parquet", "broken.arrow"):
         (tmp_path / name).write_bytes(b"PAR1 this is no table" * 4)
@@ -215,6 +236,13 @@ def test_clear_messages_for_what_cannot_be_opened(
     assert "\n" not in message
     for word in words:
         assert word in message
+
+
+@pytest.mark.parametrize("path", ["s3://bucket/a*.jsonl", "https://example.com/a.jsonl?x", "hf://datasets/a/b"])
+def test_addresses_are_refused_by_name(path: str) -> None:
+    scheme = path.partition(":")[0]
+    with pytest.raises(UserError, match=rf"dataset '{scheme}://.*': {scheme}:// is not supported yet"):
+        open_source(entry(path))
 
 
 UNREADABLE = """
@@ -333,6 +361,41 @@ def test_other_damage_is_one_bad_row(tmp_path: Path) -> None:
         "x",
     ]
     assert "line 3 holds a list" in str(rows[2])
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+@pytest.mark.parametrize("block", [7, 1 << 20])
+def test_csv_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str, block: int) -> None:
+    monkeypatch.setattr(indexing, "BLOCK_BYTES", block)   # quotes and line ends on either side of a cut
+    talk = [{"role": "user", "content": 'He said "no",\ntwice'}, {"role": "assistant", "content": "é"}]
+    cell = json.dumps(talk, ensure_ascii=False, indent=1).replace('"', '""')
+    big = "x" * 200_000   # more than the csv module takes unasked
+    lines = [
+        "\ufeffid,messages,image,system",
+        f'7,"{cell}",a.png,"{{""not"": ""decoded""}}"',
+        "",
+        f'b,"{cell}","[""a.png"", ""b.png""]",',
+        f'c,"{cell}",{big},{{sic}}',
+        f'd,"{cell}"',
+        'e,[not JSON],,"un""closed"',
+        f'f,"{cell}',
+    ]
+    path = tmp_path / "rows.csv"
+    path.write_text(end.join(lines), encoding="utf-8", newline="")
+    source = open_source(entry(path))
+    rows = every_row(source)
+    system = '{"not": "decoded"}'
+    assert rows[0] == {"id": "7", "messages": talk, "image": "a.png", "system": system}
+    assert rows[1] is None
+    assert rows[2] == {"id": "b", "messages": talk, "image": ["a.png", "b.png"]}
+    assert rows[3] == {"id": "c", "messages": talk, "image": big, "system": "{sic}"}
+    assert rows[5] == {"id": "e", "messages": "[not JSON]", "system": 'un"closed'}
+    for row, word in ((4, "2 cells for 4 columns"), (6, "a quote may be open")):
+        assert isinstance(rows[row], BadRow)
+        assert rows[row].kind == "csv"
+        assert word in str(rows[row])
+        assert f"rows.csv, row {row + 1}" in str(rows[row])
+    assert [str(source.read(0, row)) for row in reversed(range(7))] == [str(row) for row in reversed(rows)]
 
 
 def test_sparse_line_index_addresses_every_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
