@@ -156,7 +156,7 @@ def _files(path: str, kind: str) -> tuple[list[str], Path | None]:
     """The files of an entry, sorted, and the folder of its media: None where each file has its own."""
     if "://" in path:
         scheme = path.partition("://")[0]
-        raise UserError(f"dataset '{path}': {scheme}:// is not supported yet; copy the files to a local folder")
+        raise UserError(f"dataset '{path}': {scheme}:// is not supported yet; copy the files to a folder")
     if os.path.isfile(path):
         return [path], Path(path).parent
     if os.path.isdir(path):
