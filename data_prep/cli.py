@@ -64,16 +64,13 @@ app = typer.Typer(
 
 @app.callback()
 def options(
-    context: typer.Context,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
     """Prepare data for training."""
-    context.obj = {"debug": debug}
 
 
 @app.command()
 def sample(
-    context: typer.Context,
     out: Annotated[Path, typer.Option(help="Folder to write; it appears only when it is whole.")],
     rows: Annotated[
         int, typer.Option(min=MIN_ROWS, help="Training rows; held-out rows are a tenth.")

@@ -10,6 +10,7 @@ from data_prep.convert.common import (
     Options,
     Record,
     answer,
+    as_list,
     as_text,
     ask,
     identified,
@@ -37,10 +38,18 @@ def row(record: dict[str, Any], options: Options) -> dict[str, Any]:
     messages = []
     if (system := record.get("system")) not in (None, ""):
         messages.append({"role": "system", "content": [part(as_text(system, "system"))]})
-    for pair in record.get("history") or []:
-        if not isinstance(pair, list) or len(pair) != 2:
-            raise BadRow("column", "`history` must be a list of pairs, question and answer")
+    for pair in _history(record.get("history")):
         messages += [ask(part(as_text(pair[0], "history"))), answer(as_text(pair[1], "history"))]
     messages += [ask(part(question)), answer(reply)]
     media = {key: record[key] for key in MEDIA_KEYS if record.get(key) not in (None, "", [])}
     return {**identified(record, ("id",), options), "messages": messages, **media}
+
+
+def _history(value: Any) -> list[list[Any]]:
+    """Pairs of a question and an answer; empty if there is no history."""
+    if value in (None, ""):
+        return []
+    pairs = as_list(value)
+    if pairs is None or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
+        raise BadRow("column", "`history` must be a list of pairs, question and answer")
+    return pairs

@@ -21,15 +21,16 @@ def records(path: Path, options: Options) -> Iterator[Record]:
 
 def row(record: dict[str, Any], options: Options) -> dict[str, Any]:
     """Keys that are not of a row go to `meta`; empty media keys, as of rows of text alone, go."""
-    if not isinstance(record.get("meta", {}), dict):
-        raise BadRow("meta", "`meta` is not an object")
+    meta = {} if record.get("meta") is None else record["meta"]
     out = {key: value for key, value in record.items() if key in ROW_KEYS and value is not None}
     for key in MEDIA_KEYS:
         if out.get(key) in ("", []):
             del out[key]
     own = {key: value for key, value in record.items() if key not in ROW_KEYS and value is not None}
+    if own and not isinstance(meta, dict):
+        raise BadRow("meta", f"`meta` is no object, and there is no other place for {', '.join(own)}")
     if own:
-        out["meta"] = {**own, **record.get("meta", {})}
+        out["meta"] = {**own, **meta}
     if isinstance(out.get("id"), float):
         out["id"] = str(out["id"])
     if isinstance(out.get("conversations"), list):

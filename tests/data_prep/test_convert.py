@@ -7,18 +7,23 @@ import csv
 import io
 import json
 import tarfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from PIL import Image
 from typer.testing import CliRunner, Result
 
 from data_prep.cli import app
-from data_prep.convert import FORMATS
+from data_prep.convert import FORMATS, alpaca, asr, captions, llava, vqa, webdataset
+from data_prep.convert.common import Options
 from lmms_engine.datasets.schema import Row, parse_row
+from lmms_engine.errors import BadRow
 
 runner = CliRunner()
 
@@ -236,6 +241,37 @@ def test_again_gives_the_same_bytes(tmp_path: Path) -> None:
         files = sorted(file for file in tmp_path.rglob("*") if file.is_file())
         contents.append([(file, file.read_bytes()) for file in files])
     assert contents[0] == contents[1]
+
+
+KEYS = (
+    *("id", "image", "images", "conversations", "meta", "system", "history", "instruction", "input"),
+    *("output", "question", "answer", "answers", "choices", "A", "B", "caption", "text", "audio"),
+    *("offset", "duration"),
+)
+leaves = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.binary(max_size=4)
+turns = st.fixed_dictionaries({"from": st.sampled_from(["human", "gpt", 3]), "value": st.text(max_size=9)})
+values = st.recursive(
+    leaves | st.lists(turns, max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=2),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.fixed_dictionaries(dict.fromkeys(KEYS, values)))
+def test_any_record_gives_a_row_or_a_bad_row(record: dict[str, Any]) -> None:
+    for form in (alpaca, asr, captions, llava, vqa):
+        with suppress(BadRow):
+            parse_row(form.row(record, Options()), Path("/"))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.dictionaries(st.sampled_from(["png", "a.mp4", "txt", "json", ""]), st.binary(max_size=6)), values)
+def test_any_sample_of_a_tar_gives_a_row_or_a_bad_row(record: dict[str, bytes], facts: Any) -> None:
+    for text in (None, json.dumps(facts, default=str).encode()):
+        more = {} if text is None else {"json": text}
+        with suppress(BadRow):
+            parse_row(webdataset.row({"__key__": "k", **record, **more}, Options()), Path("/"))
 
 
 def test_every_form_has_a_file_and_is_in_the_docs(repo: Path) -> None:
