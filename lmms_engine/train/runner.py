@@ -25,6 +25,7 @@ from lmms_engine.parallel.mesh import Mesh, build_mesh
 from lmms_engine.plugins import load_plugins
 from lmms_engine.train import checkpoint, rundir
 from lmms_engine.train.backend import build_backend
+from lmms_engine.train.crash import CrashReport
 from lmms_engine.train.data import build_loader, eval_loaders
 from lmms_engine.train.drawings import write_drawings
 from lmms_engine.train.evaluate import evaluate
@@ -106,11 +107,13 @@ class TrainRunner:
         if self.start.finished:
             log.info("finished at step %d: nothing to do (%s)", self.step, self.run_dir)
             return
-        with self._catch_sigterm(), self._trackers(), self._progress_bar():
+        crash = CrashReport(self.run_dir, self.mesh.rank)
+        with self._catch_sigterm(), self._trackers(), self._progress_bar(), crash:
             done = False
             while not done:
                 clock = StepClock(self.mesh.device)
                 window = self._next_window()
+                crash.note(self.step + 1, window.micros)
                 done = self._train(window, clock) if window.micros else not self._next_epoch()
                 if self._shown is None and window.own and self.mesh.is_main:
                     self._shown = show(self.loader, window.own, NUM_SAMPLES)   # for the report
