@@ -142,7 +142,7 @@ def _to_8_bit(values: np.ndarray, mode: str) -> np.ndarray:
 def _read_url(url: str) -> bytes:
     if url.startswith("data:"):
         return _read_data_url(url)
-    scheme = urlparse(url).scheme
+    scheme = url.partition(":")[0].lower()
     if scheme == "file":
         path = Path(unquote(urlparse(url).path))
         if not path.is_file():

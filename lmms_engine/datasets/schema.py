@@ -52,6 +52,8 @@ ROLES: dict[str, str] = {
 SPAN_KEYS = {"start": "start", "end": "end", "video_start": "start", "video_end": "end", "fps": "fps"}
 PART_TYPES = ("text", *KINDS, *(f"{kind}_url" for kind in KINDS), "input_audio")
 
+MAX_SECONDS = 10**9  # of `start` and `end`; also the largest `fps`
+
 MARK = re.compile(r"\n?<(image|video|audio)>\n?")
 URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 # How base64 of JPEG, PNG, GIF, RIFF (WebP, WAV, AVI) and TIFF begins, for strings without a `data:` prefix.
@@ -172,7 +174,10 @@ def _present(obj: dict[str, Any]) -> dict[str, Any]:
 
 
 def _kind_of(value: object) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except RecursionError:
+        text = "of many levels"
     return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
 
 
@@ -186,10 +191,8 @@ def _check_keys(obj: dict[str, Any], legal: tuple[str, ...], where: str) -> None
 
 
 def _row_id(value: Any) -> str | None:
-    if value is None or isinstance(value, str):
-        return value
-    if isinstance(value, int) and not isinstance(value, bool):
-        return str(value)
+    if value is None or (isinstance(value, str | int) and not isinstance(value, bool)):
+        return _name(value, "`id`")
     raise BadRow("id", f"`id` must be a string or an integer, got {_kind_of(value)}")
 
 
@@ -210,8 +213,25 @@ def _decode_json(value: Any, where: str) -> Any:
         return value
     try:
         return json.loads(value)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BadRow("json", f"{where} is not JSON ({error}): {_kind_of(value)}") from None
+
+
+def _json_text(value: Any, where: str) -> str:
+    """`value` as JSON; BadRow if it cannot be written: bytes, half a surrogate pair, endless nesting."""
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+        text.encode("utf-8")
+    except (TypeError, ValueError, RecursionError) as error:
+        raise BadRow("json", f"{where} cannot be written as JSON ({error})") from None
+    return text
+
+
+def _name(value: Any, where: str) -> str | None:
+    """An id or a name: text, or a whole number."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        value = _json_text(value, where)
+    return None if value is None else _text(value, where)
 
 
 def _messages(obj: dict[str, Any], marked: set[str], data_folder: Path) -> list[_Draft]:
@@ -292,13 +312,13 @@ def _message(turn: dict[str, Any], where: str, marked: set[str], data_folder: Pa
     if content is None and not calls:
         raise BadRow("content", f"`{where}` has no content")
     if role == "tool" and isinstance(content, dict):
-        content = json.dumps(content, ensure_ascii=False)
+        content = _json_text(content, f"`{where}`")
     draft = _Draft(
         role=role,
         content=_content(content, where, marked, data_folder),
         tool_calls=calls,
-        tool_call_id=turn.get("tool_call_id"),
-        name=turn.get("name"),
+        tool_call_id=_name(turn.get("tool_call_id"), f"`{where}.tool_call_id`"),
+        name=_name(turn.get("name"), f"`{where}.name`"),
     )
     return draft, False
 
@@ -319,7 +339,9 @@ def _tool_calls(value: Any, where: str) -> tuple[ToolCall, ...]:
         arguments = {} if raw is None or raw == "" else _decode_json(raw, f"the arguments in `{where}`")
         if not isinstance(arguments, dict):
             raise BadRow("tool_calls", f"arguments in `{where}` must be an object, got {_kind_of(arguments)}")
-        calls.append(ToolCall(name=call["name"], arguments=arguments, id=call_id or call.get("id")))
+        _json_text([call["name"], arguments], f"a tool call in `{where}`")
+        call_id = _name(call_id or call.get("id"), f"the id of a tool call in `{where}`")
+        calls.append(ToolCall(name=call["name"], arguments=arguments, id=call_id))
     return tuple(calls)
 
 
@@ -338,6 +360,7 @@ def _tools(value: Any) -> tuple[dict[str, Any], ...]:
         if isinstance(function.get("parameters"), str):
             parameters = _decode_json(function["parameters"], f"the parameters of tool '{function['name']}'")
             function = {**function, "parameters": parameters}
+        _json_text(tool, "an entry of `tools`")
         tools.append({**(tool if wrapped else {"type": "function"}), "function": function})
     return tuple(tools)
 
@@ -426,8 +449,9 @@ def _span(item: dict[str, Any], where: str) -> dict[str, float]:
         if key not in item:
             continue
         value = item[key]
-        if isinstance(value, bool) or not isinstance(value, int | float) or value < 0 or value != value:
-            raise BadRow("media_span", f"`{where}.{key}` must be a number >= 0, got {_kind_of(value)}")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MAX_SECONDS:
+            legal = f"a number from 0 to {MAX_SECONDS}"
+            raise BadRow("media_span", f"`{where}.{key}` must be {legal}, got {_kind_of(value)}")
         span[field] = float(value)
     if span.get("fps") == 0 or span.get("end", float("inf")) <= span.get("start", 0.0):
         raise BadRow("media_span", f"`{where}` asks for an empty span: {span}")
@@ -470,10 +494,10 @@ def _media(kind: Kind, value: Any, where: str, data_folder: Path, span: dict[str
     if len(value) >= 64 and value.startswith(BASE64_MAGIC) and BASE64.fullmatch(value):
         return MediaPart(kind=kind, bytes=_base64(value, where), **span)
     if value.startswith("file://"):
-        return MediaPart(kind=kind, path=unquote(urlparse(value).path), **span)
+        return MediaPart(kind=kind, path=_text(_file_path(value, where), f"`{where}`"), **span)
+    _text(value, f"`{where}`")
     if URL.match(value):
         return MediaPart(kind=kind, url=value, **span)
-    _text(value, f"`{where}`")
     return MediaPart(kind=kind, path=str(data_folder / value), **span)
 
 
@@ -490,6 +514,13 @@ def _source_of(kind: Kind, value: dict[str, Any], where: str) -> Any:
     if len(found) != 1:
         raise BadRow("media_missing", f"`{where}` names no {kind}: it needs one of url, path, bytes")
     return value[found[0]]
+
+
+def _file_path(url: str, where: str) -> str:
+    try:
+        return unquote(urlparse(url).path)
+    except ValueError as error:   # brackets that hold no address
+        raise BadRow("media_source", f"`{where}` is not a URL ({error}): {_kind_of(url)}") from None
 
 
 def _base64(text: str, where: str) -> bytes:
