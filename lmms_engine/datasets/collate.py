@@ -8,12 +8,14 @@ and gradients.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import get_worker_info
 
 from lmms_engine.datasets.batch import PackedBatch
 from lmms_engine.datasets.sample import Sample
@@ -92,7 +94,18 @@ def _join_media(
                     f" (legal: {', '.join(sorted(processor.keys))})"
                 )
             columns.setdefault(key, []).append(tensor)
-    return {key: torch.cat(tensors, processor.keys[key].concat_dim) for key, tensors in columns.items()}
+    return {key: _cat(tensors, processor.keys[key].concat_dim) for key, tensors in columns.items()}
+
+
+def _cat(tensors: Sequence[Tensor], dim: int) -> Tensor:
+    """Joined; in a loader worker straight into the shared memory in which it travels, which saves a copy."""
+    if get_worker_info() is None:
+        return torch.cat(tensors, dim)
+    first = tensors[0]
+    shape = list(first.shape)
+    shape[dim] = sum(tensor.shape[dim] for tensor in tensors)
+    storage = torch.UntypedStorage._new_shared(math.prod(shape) * first.element_size())
+    return torch.cat(tensors, dim, out=torch.empty(0, dtype=first.dtype).set_(storage, 0, shape))
 
 
 def _blank() -> Sample:

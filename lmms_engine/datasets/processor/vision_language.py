@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from lmms_engine.datasets.schema import MediaPart, Row
 
 IGNORE = -100
+BLOCK_PATCHES = 64  # worked on at a time, so that they stay in the cache
 RESAMPLE = {0: InterpolationMode.NEAREST, 2: InterpolationMode.BILINEAR, 3: InterpolationMode.BICUBIC}
 
 # processor_config.extra_kwargs -> (which of the library's processors, which end of its pixel range)
@@ -254,10 +255,23 @@ class VisionLanguageProcessor:
         if not pictures:
             return []
         # The channel order is said, not guessed: a picture one or three pixels wide is ambiguous.
-        out = self.images(images=pictures, input_data_format="channels_first", return_tensors="pt")
+        # Cut as bytes and made floats afterwards: the library's own order moves four times as much.
+        late = {"do_rescale": False, "do_normalize": False} if self._levels else {}
+        out = self.images(images=pictures, input_data_format="channels_first", return_tensors="pt", **late)
         grids = [tuple(grid) for grid in out["image_grid_thw"].tolist()]
-        pixels = out["pixel_values"].split([math.prod(grid) for grid in grids])
+        patches = _normalised(out["pixel_values"], *self._levels) if self._levels else out["pixel_values"]
+        pixels = patches.split([math.prod(grid) for grid in grids])
         return [Visual("image", p, grid) for p, grid in zip(pixels, grids, strict=True)]
+
+    @cached_property
+    def _levels(self) -> tuple[Tensor, Tensor] | None:
+        """What the library subtracts from a picture's bytes and divides them by, float32 [3, 1]; None if it
+        is set to do otherwise."""
+        if not (self.images.do_rescale and self.images.do_normalize):
+            return None
+        scale = 1.0 / self.images.rescale_factor
+        mean, std = torch.tensor(self.images.image_mean), torch.tensor(self.images.image_std)
+        return (mean * scale)[:, None], (std * scale)[:, None]
 
     def _clip(self, part: MediaPart) -> Visual:
         """Frames are resized one by one as they are decoded, so that memory holds the small ones only."""
@@ -452,6 +466,15 @@ class VisionLanguageProcessor:
         if token_id is None or token_id == self.tokenizer.unk_token_id:
             raise UserError(f"the tokenizer has no token {token!r}; it is not one of a Qwen vision model")
         return token_id
+
+
+def _normalised(patches: Tensor, mean: Tensor, std: Tensor) -> Tensor:
+    """Patches uint8 [n, 3·d] as float32, less `mean` and over `std` by channel; bit for bit the library's."""
+    out = torch.empty(patches.shape)
+    for floats, levels in zip(out.split(BLOCK_PATCHES), patches.split(BLOCK_PATCHES), strict=True):
+        floats.copy_(levels)
+        floats.view(len(floats), 3, -1).sub_(mean).div_(std)
+    return out
 
 
 def read_pixel_limits(extra_kwargs: Mapping[str, Any]) -> dict[str, int]:
