@@ -261,6 +261,7 @@ PATHS = (
     "plugins.*",
 )
 
+FOLDERS = ("model_config.load_from_pretrained_path", "dataset_config.processor_config.processor_name")
 DATASET_FILES = (("datasets", "dataset_path"), ("eval_datasets", "eval_dataset_path"))
 SCHEMA = Schema(
     Job,
@@ -295,6 +296,7 @@ def _build(layers: list[tuple[Any, Path]], overrides: list[str], env: Mapping[st
     tree = _expand_paths(tree, env, problems)
     origins = dict(_read_dataset_file(tree, env, name, key, problems) for name, key in DATASET_FILES)
     _settle_entries(tree)
+    _settle_folders(tree)
     tree = without_nulls(tree, Job)
     job, bad = check(SCHEMA, Job, tree, origins, problems)
     if job is not None:
@@ -468,3 +470,18 @@ def _settle_entries(tree: dict[str, Any]) -> None:
             folder = entry.get("data_folder")
             if folder is None or (isinstance(folder, str) and "://" not in folder):
                 entry["data_folder"] = os.path.normpath(base / (folder or ""))
+
+
+def _settle_folders(tree: dict[str, Any]) -> None:
+    """Makes the folders of model and processor absolute where they are folders here; hub ids stay.
+
+    So that a saved configuration can be used from another working directory, by `export` say.
+    """
+    for path in FOLDERS:
+        *parents, leaf = path.split(".")
+        section: Any = tree
+        for name in parents:
+            section = section.get(name) if isinstance(section, dict) else None
+        folder = section.get(leaf) if isinstance(section, dict) else None
+        if isinstance(folder, str) and folder and Path(folder).expanduser().is_dir():
+            section[leaf] = os.path.abspath(Path(folder).expanduser())

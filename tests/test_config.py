@@ -803,3 +803,21 @@ class TestDatasetFile:
 def test_importing_it_is_cheap() -> None:
     code = "import sys, lmms_engine.config; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_folders_of_model_and_processor_are_absolute_and_hub_ids_stay(tmp_path, monkeypatch):
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "marks").mkdir()
+    monkeypatch.chdir(tmp_path)
+    tree = {
+        "model_config": {"load_from_pretrained_path": "weights"},
+        "dataset_config": {
+            "datasets": [{"path": "rows.jsonl"}],
+            "processor_config": {"processor_name": "marks"},
+        },
+    }
+    job = Job.from_dict(tree)
+    assert job.model.load_from_pretrained_path == str(tmp_path / "weights")
+    assert job.dataset.processor_config.processor_name == str(tmp_path / "marks")
+    tree["model_config"]["load_from_pretrained_path"] = "Qwen/Qwen3-VL-4B-Instruct"
+    assert Job.from_dict(tree).model.load_from_pretrained_path == "Qwen/Qwen3-VL-4B-Instruct"
