@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from lmms_engine.cli import app
+from lmms_engine.objectives.next_token import NextToken
 from tests.runs import make_config, make_corpus
 
 # Each rank's loss a mean over its own micro-batch, and the step's loss their mean: the usual mistake.
@@ -38,6 +39,13 @@ if (os.environ.get("WORLD_SIZE"), os.environ.get("RANK")) == ("2", "1"):
 
     NextToken.forward = fail
 """
+
+
+@pytest.fixture(autouse=True)
+def unharmed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A planted fault is loaded into this process as well: it must not outlive its test."""
+    for name in ("forward", "weights"):
+        monkeypatch.setattr(NextToken, name, getattr(NextToken, name))
 
 
 @pytest.fixture(scope="module")
