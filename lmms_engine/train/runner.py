@@ -304,6 +304,7 @@ class TrainRunner:
             plugins=plugins,
             data_fingerprint=self.loader.fingerprint(),
             processor_fingerprint=self.loader.processor.fingerprint,
+            weights=job.model.load_from_pretrained_path,
         )
         if mesh.is_main:
             discarded = cut_back(self.run_dir, self.step)

@@ -9,17 +9,28 @@ import subprocess
 from types import SimpleNamespace
 
 import torch
+from safetensors.torch import save_file
 
-from lmms_engine.train.manifest import ROOT, build_manifest, git_state, write_manifest
+from lmms_engine.train.manifest import (
+    IMAGE_KEYS,
+    ROOT,
+    build_manifest,
+    file_hashes,
+    git_state,
+    weights_fingerprint,
+    write_manifest,
+)
 
 
 def _manifest(**changes) -> dict:
     mesh = SimpleNamespace(
-        device=torch.device("cpu"), world_size=2, dp_size=2, gather=lambda value: [value, value]
-    )
+        device=torch.device("cpu"), world_size=2, dp_size=2, sp_size=1, ep_size=1, shard_size=2,
+        gather=lambda value: [value, value],
+    )  # fmt: skip
     given = {
         "mesh": mesh, "config_yaml": "a: 1\n", "seed": 3, "plugins": {"my.py": "abc"},
         "data_fingerprint": "d", "processor_fingerprint": "p",
+        "weights": None,
     }  # fmt: skip
     return build_manifest(**{**given, **changes})
 
@@ -36,6 +47,10 @@ def test_it_names_code_machine_data_and_settings(monkeypatch):
     assert made["packages"]["torch"] == torch.__version__.split("+")[0]
     assert len(made["devices"]) == made["world_size"] == 2
     assert made["command"]
+    assert made["threads"] == torch.get_num_threads()
+    assert torch.backends.cpu.get_cpu_capability() in made["cpu"]
+    layout = {"nodes": 1, "data_parallel": 2, "sequence": 1, "experts": 1, "shard": 2}
+    assert made["layout"] == layout
     assert made["environment"]["variables"]["OMP_NUM_THREADS"] == "3"
     assert "secret-value" not in json.dumps(made)
 
@@ -56,6 +71,41 @@ def test_git_state_sees_commit_and_changes(tmp_path):
     assert git_state(tmp_path) == {"commit": git("rev-parse", "HEAD"), "dirty": False}
     (tmp_path / "file").write_text("2")
     assert git_state(tmp_path)["dirty"]
+
+
+def test_it_names_the_files_of_the_command_line(tmp_path, monkeypatch):
+    config, zero = tmp_path / "a.yaml", tmp_path / "zero2.json"
+    config.write_text("a: 1\n")
+    zero.write_text("{}")
+    words = ["--config", str(config), f"trainer_args.deepspeed={zero}", "x=1", "no-such-file", str(tmp_path)]
+    made = file_hashes(words)
+    assert made == {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in (config, zero)}
+    monkeypatch.setattr("sys.argv", ["cli.py", f"config_yaml={config}"])
+    assert list(_manifest()["config_files"]) == [str(config)]
+
+
+def test_it_names_the_image(monkeypatch):
+    for key in IMAGE_KEYS:
+        monkeypatch.delenv(f"LMMS_IMAGE_{key.upper()}", raising=False)
+    monkeypatch.setattr("lmms_engine.train.manifest.CONTAINER_MARKS", ())
+    assert _manifest()["image"] is None
+    monkeypatch.setenv("LMMS_IMAGE_COMMIT", "abc")
+    monkeypatch.setenv("LMMS_IMAGE_DIGEST", "sha256:1")
+    assert _manifest()["image"] == {
+        "digest": "sha256:1", "commit": "abc", "lock_sha256": None, "base": None,
+    }  # fmt: skip
+
+
+def test_it_knows_other_weights(tmp_path):
+    assert weights_fingerprint(None) is None
+    assert weights_fingerprint(str(tmp_path)) is None   # no weights in it
+    assert weights_fingerprint(str(tmp_path / "gone")) is None
+    file = tmp_path / "model.safetensors"
+    save_file({"a": torch.zeros(4)}, file)
+    first = weights_fingerprint(str(tmp_path))
+    assert first == _manifest(weights=str(tmp_path))["weights_fingerprint"]
+    save_file({"a": torch.ones(4)}, file)
+    assert weights_fingerprint(str(tmp_path)) != first
 
 
 def test_a_resumed_run_keeps_its_earlier_manifests(tmp_path):
