@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +40,10 @@ class Processor(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """Equal for processors that make equal samples; kept in the run's manifest and checkpoints."""
+        """Equal for processors that make equal samples; kept in the run's manifest and checkpoints.
+
+        A processor may name what it is made of in `identity`, a nested mapping: what `encoded.py` compares.
+        """
         ...
 
     def __call__(self, row: Row, ref: RowRef) -> Sample:
@@ -56,6 +61,11 @@ class Processor(Protocol):
     def save_pretrained(self, folder: Path) -> None:
         """Writes the library's processor files, with the settings trained with."""
         ...
+
+
+def digest(*parts: object) -> str:
+    """SHA-256 over values that have a JSON form, or `str`."""
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
 
 class PictureProcessor(Processor, Protocol):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lmms_engine.datasets.chat import ChatTemplate, cut_at_turn
-from lmms_engine.datasets.processor.base import KeyRule
+from lmms_engine.datasets.processor.base import KeyRule, digest
 from lmms_engine.datasets.sample import Sample
 from lmms_engine.errors import BadRow, UserError
 from lmms_engine.registry import nearest
@@ -111,16 +109,20 @@ class TextProcessor:
         """Nothing."""
         return {}
 
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Every setting that changes a sample; tokenizer and template as digests."""
+        return {
+            "processor": type(self).__name__,
+            "tokenizer": digest(self.tokenizer.backend_tokenizer.to_str()),
+            "chat_template": digest(self.chat.template),
+            "max_length": self.max_length if self.truncates else None,
+        }
+
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 over the tokenizer, the template and every setting that changes a sample."""
-        parts = [
-            type(self).__name__,
-            self.tokenizer.backend_tokenizer.to_str(),
-            self.chat.template,
-            [self.max_length if self.truncates else None],
-        ]
-        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+        """A digest of `identity`."""
+        return digest(self.identity)
 
     def save_pretrained(self, folder: Path) -> None:
         """Writes the tokenizer with the template trained with."""

@@ -12,8 +12,6 @@ frames and times; so do the pixels.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -29,7 +27,7 @@ from torchvision.transforms.v2 import InterpolationMode, functional
 
 from lmms_engine.datasets.chat import ChatTemplate, cut_at_turn
 from lmms_engine.datasets.media import check_size, load_picture
-from lmms_engine.datasets.processor.base import KeyRule
+from lmms_engine.datasets.processor.base import KeyRule, digest
 from lmms_engine.datasets.sample import Sample
 from lmms_engine.datasets.video import plan_clip
 from lmms_engine.errors import BadRow, UserError
@@ -228,18 +226,23 @@ class VisionLanguageProcessor:
         ref = RowRef(source="stand-in", shard=0, row=0, id="stand-in")
         return self._assemble(ids, np.zeros(3, dtype=bool), np.array([3]), [zeros], ref)
 
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Every setting that changes a sample; tokenizer and template as digests."""
+        return {
+            "processor": type(self).__name__,
+            "tokenizer": digest(self.tokenizer.backend_tokenizer.to_str()),
+            "chat_template": digest(self.chat.template),
+            "image_processor": self.images.to_dict(),
+            "video_processor": self.videos.to_dict(),
+            "fps": self.fps,
+            "max_length": self.max_length if self.truncates else None,
+        }
+
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 over the tokenizer, the template and every setting that changes a sample."""
-        parts = [
-            type(self).__name__,
-            self.tokenizer.backend_tokenizer.to_str(),
-            self.chat.template,
-            json.dumps(self.images.to_dict(), sort_keys=True, default=str),
-            json.dumps(self.videos.to_dict(), sort_keys=True, default=str),
-            json.dumps([self.fps, self.max_length if self.truncates else None]),
-        ]
-        return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+        """A digest of `identity`."""
+        return digest(self.identity)
 
     def save_pretrained(self, folder: Path) -> None:
         """Writes the library's processor with the pixel limits and sampling trained with."""

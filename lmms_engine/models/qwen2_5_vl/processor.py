@@ -9,6 +9,7 @@ and lets the text start inside longer clips, so positions are always passed to t
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,6 +30,12 @@ class Qwen25VLProcessor(VisionLanguageProcessor):
     """See the module's docstring. The video processor's pixel range counts one frame in this family."""
 
     hf_class = "Qwen2_5_VLProcessor"
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """The clock of the model's positions is part of it, where the model is known."""
+        rate = None if self._config is None else self.vision_config.tokens_per_second
+        return {**super().identity, "tokens_per_second": rate}
 
     def clip_pieces(self, clip: Visual) -> list[Piece]:
         """All slots of the clip, with temporal positions by the second."""

@@ -11,7 +11,6 @@ picture in its own size and cuts its edges down to whole patches.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -27,7 +26,7 @@ from torch import Tensor
 from lmms_engine.datasets.batch import PackedBatch
 from lmms_engine.datasets.media import load_picture
 from lmms_engine.datasets.processor import register_processor
-from lmms_engine.datasets.processor.base import KeyRule
+from lmms_engine.datasets.processor.base import KeyRule, digest
 from lmms_engine.datasets.sample import Sample
 from lmms_engine.datasets.schema import MediaPart, Row
 from lmms_engine.errors import BadRow, UserError
@@ -91,10 +90,15 @@ class SiTProcessor:
         _check(found, config, f"dataset_config.processor_config: {folder_or_id}")
         return cls(found, largest=config.input_size if config is not None else None)
 
+    @property
+    def identity(self) -> dict[str, Any]:
+        """All settings, and the largest picture of the model."""
+        return {**self._file(), "largest": self.largest}
+
     @cached_property
     def fingerprint(self) -> str:
-        """Hash of all settings."""
-        return hashlib.blake2b(json.dumps(self._file()).encode(), digest_size=16).hexdigest()
+        """A digest of them."""
+        return digest(self.identity)
 
     def save_pretrained(self, folder: Path) -> None:
         """Writes the file."""
