@@ -32,6 +32,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from lmms_engine.datasets.batch import PackedBatch
 from lmms_engine.datasets.collate import collate, finish, join_samples
 from lmms_engine.datasets.cost import SampleCost, media_units
+from lmms_engine.datasets.encoded import check_encoded
 from lmms_engine.datasets.order import OrderSettings
 from lmms_engine.datasets.pack import PACKERS, Packer, Single
 from lmms_engine.datasets.skips import TRUNCATED, SkipRecord, check_budget
@@ -93,6 +94,7 @@ class Loader:
             init_worker=init_worker,
             whole_micros=self._packs_per_micro == 1,
         )
+        check_encoded(self._sources, lambda: self.processor)
         self._identity = _identity(job, self._sources, self._settings)
         self.epoch = 0
         self._states = {shard: Position().state() for shard in self._shards}

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
 Raw = dict[str, Any] | BadRow
 SUFFIXES = {".jsonl": "jsonl", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
+ENCODED = "encoded.json"   # a folder that holds it is an encoded data set, see encoded.py
 FILES = "vision_iterable"  # the dataset_type that reads `datasets`
 LEGAL = "auto, json, jsonl, csv, parquet, arrow"
 CSV_TEXT = ("id", "system", "source")  # columns whose cells are text even where they look like JSON
@@ -99,6 +100,10 @@ def open_source(entry: DatasetEntry, default_format: str = "auto", name: str | N
     path = Path(entry.path)
     if kind not in (*LEGAL.split(", "), "hf_dataset"):
         raise UserError(f"dataset '{entry.path}': data_type={kind}: not supported yet (legal: {LEGAL})")
+    if os.path.isfile(path / ENCODED):
+        from lmms_engine.datasets.encoded import EncodedSource  # brings torch
+
+        return EncodedSource(entry, name or display_name(path))
     files, base = _files(entry.path, kind)
     kind = _kind(files, kind, entry.path)
     opened = _OPENERS[kind]([Path(file) for file in files])

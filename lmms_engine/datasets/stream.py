@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from lmms_engine.datasets.cost import media_units
+from lmms_engine.datasets.encoded import EncodedRow
 from lmms_engine.datasets.order import Address, Order, OrderSettings, rng
 from lmms_engine.datasets.pack import Packer
 from lmms_engine.datasets.sample import Sample
@@ -271,9 +272,13 @@ class ShardStream:
                 raise raw
             if isinstance(raw, dict) and isinstance(raw.get("id"), str):
                 ref = ref._replace(id=raw["id"])   # so that a row which cannot be parsed has its name too
-            row = parse_row(raw, source.folder(at.shard))
-            ref = ref if row.id is None else ref._replace(id=row.id)
-            sample = self._processor(row, ref)
+            if isinstance(raw, EncodedRow):
+                sample = raw.sample(ref)
+                ref = sample.row
+            else:
+                row = parse_row(raw, source.folder(at.shard))
+                ref = ref if row.id is None else ref._replace(id=row.id)
+                sample = self._processor(row, ref)
         except BadRow as bad:
             if bad.kind == "overlong":
                 return self._too_long(ref, source.place(at.shard, at.row), str(bad))

@@ -96,9 +96,11 @@ def _repeats(ids: list[int]) -> Iterator[tuple[int, int]]:
 
 
 def thumbnails(sources: Sequence[Source], row: RowRef) -> list[str]:
-    """Small JPEGs of a row's pictures, base64; clips and unreadable pictures have none."""
+    """Small JPEGs of a row's pictures, base64; clips, unreadable pictures and encoded rows have none."""
     source = next(source for source in sources if source.name == row.source)
     raw = source.read(row.shard, row.row)
+    if not isinstance(raw, dict):   # an encoded row holds patches, no pictures
+        return []
     parsed = parse_row(raw, source.folder(row.shard))
     small: list[str] = []
     for part in [part for part in parsed.media() if part.kind == "image"][:MAX_THUMBNAILS]:
