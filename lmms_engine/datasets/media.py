@@ -12,11 +12,7 @@ from __future__ import annotations
 
 import base64
 import binascii
-import io
 import struct
-import time
-import urllib.error
-import urllib.request
 import warnings
 import zlib
 from pathlib import Path
@@ -26,16 +22,13 @@ from urllib.parse import unquote, urlparse
 import numpy as np
 from PIL import Image, ImageOps
 
+from lmms_engine.datasets.limits import Deadline, check_file, check_size
+from lmms_engine.datasets.remote import STORES, WEB, fetch
 from lmms_engine.errors import BadRow
 
 if TYPE_CHECKING:
     from lmms_engine.datasets.schema import MediaPart
 
-MAX_ASPECT_RATIO = 200             # the resize rule of the Qwen vision processors refuses more
-MAX_PICTURE_PIXELS = 178_956_970   # 512 MiB of RGB: beyond it a file is a decompression bomb, not a picture
-MAX_DOWNLOAD_BYTES = 1 << 30
-URL_TIMEOUT_SECONDS = 20.0
-URL_ATTEMPTS = 3
 BACKGROUND = (255, 255, 255)
 
 # What Pillow's plugins raise on files that are cut or garbled.
@@ -44,41 +37,36 @@ CORRUPT = (
 )  # fmt: skip
 
 
-def read_media(part: MediaPart) -> bytes | Path:
-    """The part's bytes, or the path of an existing, non-empty local file. Missing raises BadRow."""
+def read_media(part: MediaPart, deadline: Deadline | None = None) -> bytes | Path:
+    """The part's bytes, or the path of an existing, non-empty local file. Missing raises BadRow.
+
+    deadline: of the medium, if its time runs already.
+    """
     if part.bytes is not None:
         return part.bytes
     if part.url is not None:
-        return _read_url(part.url)
+        return _read_url(part.url, part.kind, deadline or Deadline(part.label))
     path = Path(part.path or "")
-    try:
-        if not path.is_file():
-            raise BadRow("media_missing", f"{part.kind} file does not exist: {path}")
-        if path.stat().st_size == 0:
-            raise BadRow("media_missing", f"{part.kind} file is empty (0 bytes): {path}")
-    except (OSError, ValueError) as error:   # no permission, a name too long, a NUL in the name
-        if isinstance(error, BadRow):
-            raise
-        raise BadRow("media_missing", f"{part.kind} file cannot be read: {path} ({error})") from None
+    check_file(path, part.kind)
     return path
 
 
-def load_picture(part: MediaPart) -> Image.Image:
+def load_picture(part: MediaPart, deadline: Deadline | None = None) -> Image.Image:
     """The still picture in `part` as an upright RGB image."""
-    source = read_media(part)
-    return decode_picture(source, part.label)
+    deadline = deadline or Deadline(part.label)
+    return decode_picture(read_media(part, deadline), part.label, deadline)
 
 
-def decode_picture(source: bytes | Path, name: str) -> Image.Image:
+def decode_picture(source: bytes | Path, name: str, deadline: Deadline | None = None) -> Image.Image:
     """Decodes an encoded picture to upright RGB.
 
-    name: what messages call it. Raises BadRow: `media_corrupt`, `media_too_large`, `aspect_ratio`.
+    name: what messages call it. Raises BadRow: `media_corrupt`, `media_too_large`, `aspect_ratio`,
+    `timeout`.
     """
-    file = io.BytesIO(source) if isinstance(source, bytes) else source
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")   # on size: our own limit stands below; on tags: they are unused
-            with Image.open(file) as image:
+            with (deadline or Deadline(name)).open(source) as file, Image.open(file) as image:
                 check_size(*image.size, name)
                 image.seek(0)
                 image.load()
@@ -90,19 +78,6 @@ def decode_picture(source: bytes | Path, name: str) -> Image.Image:
             raise
         message = f"picture {name} cannot be decoded ({type(error).__name__}: {error})"
         raise BadRow("media_corrupt", message) from None
-
-
-def check_size(width: int, height: int, name: str) -> None:
-    """Raises BadRow if a picture or frame of this size cannot be used: too long and thin, or too large."""
-    if width * height > MAX_PICTURE_PIXELS:
-        limit = f"{MAX_PICTURE_PIXELS:,} pixels"
-        raise BadRow("media_too_large", f"{name} has {width}×{height} pixels (legal: up to {limit})")
-    ratio = max(width, height) / min(width, height)
-    if ratio > MAX_ASPECT_RATIO:
-        raise BadRow(
-            "aspect_ratio",
-            f"{name} is {width}×{height}: aspect ratio {ratio:.1f} (legal: up to {MAX_ASPECT_RATIO})",
-        )
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
@@ -139,45 +114,18 @@ def _to_8_bit(values: np.ndarray, mode: str) -> np.ndarray:
 # Fetching --------------------------------------------------------------------------------------------
 
 
-def _read_url(url: str) -> bytes:
+def _read_url(url: str, kind: str, deadline: Deadline) -> bytes | Path:
     if url.startswith("data:"):
         return _read_data_url(url)
     scheme = url.partition(":")[0].lower()
     if scheme == "file":
         path = Path(unquote(urlparse(url).path))
-        if not path.is_file():
-            raise BadRow("media_missing", f"file does not exist: {path}")
-        return path.read_bytes()
-    if scheme not in ("http", "https"):
-        legal = "http, https, file, data"
+        check_file(path, kind)
+        return path
+    if scheme not in (*WEB, *STORES):
+        legal = ", ".join((*WEB, *STORES, "file", "data"))
         raise BadRow("media_missing", f"cannot read {url}: scheme '{scheme}' (legal: {legal})")
-    reason: object = None
-    for attempt in range(URL_ATTEMPTS):
-        try:
-            return _download(url)
-        except urllib.error.HTTPError as error:
-            reason = f"HTTP {error.code} {error.reason}"
-            if error.code < 500 and error.code not in (408, 429):
-                break   # the server has answered: asking again changes nothing
-        except (OSError, ValueError) as error:   # no route, time-out, connection cut, malformed URL
-            if isinstance(error, BadRow):
-                raise
-            reason = error
-        if attempt + 1 < URL_ATTEMPTS:
-            time.sleep(0.5 * 2**attempt)
-    raise BadRow("media_missing", f"cannot fetch {url}: {reason}")
-
-
-def _download(url: str) -> bytes:
-    request = urllib.request.Request(url, headers={"User-Agent": "lmms-engine"})
-    with urllib.request.urlopen(request, timeout=URL_TIMEOUT_SECONDS) as response:
-        expected = response.headers.get("Content-Length")
-        data = response.read(MAX_DOWNLOAD_BYTES + 1)
-    if len(data) > MAX_DOWNLOAD_BYTES:
-        raise BadRow("media_too_large", f"{url} is larger than {MAX_DOWNLOAD_BYTES:,} bytes")
-    if not data or (expected is not None and len(data) < int(expected)):
-        raise OSError(f"{len(data)} of {expected} bytes arrived")
-    return data
+    return fetch(url, deadline)
 
 
 def _read_data_url(url: str) -> bytes:

@@ -23,7 +23,8 @@ import av
 import numpy as np
 from av.video.reformatter import VideoReformatter
 
-from lmms_engine.datasets.media import check_size, decode_picture, read_media
+from lmms_engine.datasets.limits import check_size
+from lmms_engine.datasets.media import decode_picture, read_media
 from lmms_engine.errors import BadRow
 
 if TYPE_CHECKING:

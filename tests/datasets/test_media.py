@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from lmms_engine.datasets import media
+from lmms_engine.datasets import remote
 from lmms_engine.datasets.media import decode_picture, load_picture
 from lmms_engine.datasets.schema import MediaPart
 from lmms_engine.errors import BadRow
@@ -200,14 +200,14 @@ def test_aspect_ratio(width: int, height: int, legal: bool) -> None:
 
 
 def test_urls_that_fail(serve: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(media.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(remote, "PAUSE_SECONDS", 0.001)
     gone, flaky = serve(b"", 404), serve(b"", 503)
     cut = serve(b"half", 200, length=8)
-    for url, attempts in ((gone, 1), (flaky, media.URL_ATTEMPTS), (cut, media.URL_ATTEMPTS)):
+    for url, attempts in ((gone, 1), (flaky, remote.ATTEMPTS), (cut, remote.ATTEMPTS)):
         serve.asked.clear()
         with pytest.raises(BadRow, match=url) as caught:
             load_picture(MediaPart(kind="image", url=url))
         assert caught.value.kind == "media_missing"
         assert len(serve.asked) == attempts
-    with pytest.raises(BadRow, match="legal: http, https, file, data"):
+    with pytest.raises(BadRow, match="legal: http, https, s3, gs, hf, file, data"):
         load_picture(MediaPart(kind="image", url="ftp://host/a.png"))

@@ -26,7 +26,8 @@ from torch import Tensor
 from torchvision.transforms.v2 import InterpolationMode, functional
 
 from lmms_engine.datasets.chat import ChatTemplate, cut_at_turn
-from lmms_engine.datasets.media import check_size, load_picture
+from lmms_engine.datasets.limits import check_size
+from lmms_engine.datasets.media import load_picture
 from lmms_engine.datasets.processor.base import KeyRule, digest
 from lmms_engine.datasets.sample import Sample
 from lmms_engine.datasets.video import plan_clip
