@@ -24,6 +24,7 @@ from typing import NoReturn
 from lmms_engine.config import Job, load_job
 from lmms_engine.config_rules import BUILT_IN
 from lmms_engine.errors import Terminated, UserError
+from lmms_engine.launch.once import is_to_say
 from lmms_engine.plugins import load_plugins
 from lmms_engine.registry import nearest
 
@@ -53,18 +54,18 @@ def main(argv: list[str] | None = None) -> int:
     except Exception as error:
         return _fail(_internal(error), FAILED, debug, quiet=rank != 0)
     # From here on a rank may fail alone, and then only it can say why.
-    who = f"[rank {rank}] " if rank else ""
     try:
         with _terminated_by_sigterm():
-            train(job, is_main=rank == 0, rank=rank, debug=debug)
+            train(job, is_main=rank == 0, rank=rank, debug=debug, fresh="--fresh" in arguments)
     except (UserError, OSError) as error:
-        return _fail(f"{who}error: {_one_line(error)}", FAILED, debug)
+        return _fail_together(f"error: {_one_line(error)}", FAILED, debug, rank)
     except Terminated as stop:
         return int(stop.code)
     except KeyboardInterrupt:
-        return _fail(f"{who}interrupted: a new start goes on from the last checkpoint", INTERRUPTED, debug)
+        message = "interrupted: a new start goes on from the last checkpoint"
+        return _fail_together(message, INTERRUPTED, debug, rank)
     except Exception as error:
-        return _fail(who + _internal(error), FAILED, debug)
+        return _fail_together(_internal(error), FAILED, debug, rank)
     return 0
 
 
@@ -79,6 +80,7 @@ def parse(arguments: list[str]) -> tuple[list[Path], list[str]]:
     )
     parser.add_argument("--config", action="append", default=[], metavar="FILE", help="YAML file; repeatable")
     parser.add_argument("--debug", action="store_true", help="show tracebacks and more messages")
+    parser.add_argument("--fresh", action="store_true", help="move an old run folder aside first")
     parser.add_argument("rest", nargs="*", metavar="key=value", help="override, or config_yaml=FILE")
     given = parser.parse_intermixed_args(arguments)
     prefix = "config_yaml="
@@ -115,7 +117,7 @@ def _check_name(key: str, name: str, legal: list[str]) -> None:
         raise UserError(f"dataset_config.{key}={name}: not legal (legal: {', '.join(legal)}){hint}")
 
 
-def train(job: Job, *, is_main: bool, rank: int, debug: bool) -> None:
+def train(job: Job, *, is_main: bool, rank: int, debug: bool, fresh: bool = False) -> None:
     """Joins the other ranks and trains. Everything heavy is imported here: the configuration is good."""
     from lmms_engine.parallel.mesh import build_mesh, leave_mesh
     from lmms_engine.train.log import setup_logging
@@ -124,7 +126,7 @@ def train(job: Job, *, is_main: bool, rank: int, debug: bool) -> None:
     setup_logging(is_main=is_main, rank=rank, debug=debug)
     if is_main:
         print(job.to_yaml(), flush=True)
-    TrainRunner(job, build_mesh(job.trainer)).build().run()
+    TrainRunner(job, build_mesh(job.trainer), fresh=fresh).build().run()
     leave_mesh()   # not after a failure: the other ranks may never come, and torchrun ends them
 
 
@@ -161,6 +163,12 @@ def _fail(message: str, code: int, debug: bool, *, quiet: bool = False) -> int:
             traceback.print_exc()
         print(message, file=sys.stderr, flush=True)
     return code
+
+
+def _fail_together(message: str, code: int, debug: bool, rank: int) -> int:
+    """Says why a rank failed, unless another has said the same. Called inside an `except` block."""
+    who = f"[rank {rank}] " if rank else ""
+    return _fail(who + message, code, debug, quiet=not is_to_say(message, rank))
 
 
 def _leave(code: int) -> NoReturn:

@@ -4,7 +4,7 @@ Used by `launch.sh`:
 
     python -m lmms_engine.launch.preset --preset auto --ngpu 0 recipes/<name> [key=value ...]
 
-prints `<preset> <processes> <run folder>` on standard output and the reason on standard error. The
+prints `<preset> <processes>` on standard output and the reason on standard error. The
 memory that the real model needs is stated in the recipe's `config.yaml` by one comment line, any
 alternative of which is enough: `# GPU memory: 1 x 96 GB, or 2 x 80 GB`. A config without such a line
 needs no GPU.
@@ -156,16 +156,15 @@ def gpu_memory_gb() -> list[float]:
     return [torch.cuda.get_device_properties(i).total_memory / 1e9 for i in range(torch.cuda.device_count())]
 
 
-def decide(recipe: Path, wanted: str, ngpu: int, arguments: list[str]) -> tuple[Choice, str]:
-    """The choice for a recipe folder, and the run folder that its training will use."""
+def decide(recipe: Path, wanted: str, ngpu: int, arguments: list[str]) -> Choice:
+    """The choice for a recipe folder; its configuration has been read, and is good."""
     from lmms_engine.config import load_job
 
     extra, overrides = split_arguments(arguments)
 
     def job(preset: str) -> Job:
         overlay = [recipe / "smoke.yaml"] if preset == "smoke" else []
-        default = f"trainer_args.output_dir=runs/{recipe.name}-{preset}"
-        return load_job([recipe / "config.yaml", *overlay, *extra], [default, *overrides])
+        return load_job([recipe / "config.yaml", *overlay, *extra], overrides)
 
     memory = gpu_memory_gb()
     shortage = None
@@ -177,11 +176,11 @@ def decide(recipe: Path, wanted: str, ngpu: int, arguments: list[str]) -> tuple[
     if choice.preset == "full" and only_sample_data(chosen):
         note = "; the config names no data of yours, so it trains on the sample data"
         choice = replace(choice, reason=choice.reason + note)
-    return choice, str(chosen.trainer.output_dir)
+    return choice
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print `<preset> <processes> <run folder>`; the reason, or what is wrong, goes to standard error."""
+    """Print `<preset> <processes>`; the reason, or what is wrong, goes to standard error."""
     parser = argparse.ArgumentParser(prog="python -m lmms_engine.launch.preset")
     parser.add_argument("recipe", type=Path)
     parser.add_argument("--preset", default="auto")
@@ -191,12 +190,12 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if not given.ngpu.isdecimal():
             raise UserError(f"NGPU={given.ngpu}: give a number of processes, or leave it unset")
-        choice, run_folder = decide(given.recipe, given.preset, int(given.ngpu), given.arguments)
+        choice = decide(given.recipe, given.preset, int(given.ngpu), given.arguments)
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
     print(f"preset {choice.preset}: {choice.reason}", file=sys.stderr)
-    print(choice.preset, choice.processes, run_folder)
+    print(choice.preset, choice.processes)
     return 0
 
 

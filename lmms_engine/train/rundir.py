@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,6 +16,8 @@ from lmms_engine.config_load import parse_yaml, read_yaml, show
 from lmms_engine.errors import UserError
 from lmms_engine.parallel.mesh import Mesh
 from lmms_engine.train import checkpoint
+
+log = logging.getLogger(__name__)
 
 CONFIG_FILE = "config.yaml"
 T = TypeVar("T")
@@ -53,13 +58,14 @@ class Start:
     notes: tuple[str, ...] = field(default=())
 
 
-def prepare(job: Job, run_dir: Path, dp_size: int) -> Start:
+def prepare(job: Job, run_dir: Path, dp_size: int, *, fresh: bool = False) -> Start:
     """Makes the run folder and decides whether to start, to go on or to do nothing. Rank 0 only.
 
-    Raises UserError if the folder cannot be written or holds another run.
+    fresh: start, whatever the folder holds. Raises UserError if the folder cannot be written or holds another
+    run.
     """
     require_writable(run_dir)
-    latest = checkpoint.latest(run_dir)
+    latest = None if fresh else checkpoint.latest(run_dir)
     if latest is None:
         return Start()
     saved_file = run_dir / CONFIG_FILE
@@ -84,6 +90,24 @@ def prepare(job: Job, run_dir: Path, dp_size: int) -> Start:
             f"{dp_size} data ranks now, {state['dp_size']} before: the global batch changes in proportion",
         )
     return Start(step=state["step"], checkpoint=latest, finished=finished, notes=notes)
+
+
+def move_aside(run_dir: Path) -> None:
+    """Renames a run folder that holds anything to `<name>.<time>`, and makes an empty one. Rank 0 only."""
+    if not any(run_dir.iterdir()):
+        return
+    stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
+    names = itertools.chain([stamp], (f"{stamp}-{number}" for number in itertools.count(2)))
+    aside = next(path for name in names if not (path := Path(f"{run_dir}.{name}")).exists())
+    try:
+        run_dir.rename(aside)
+        run_dir.mkdir()
+    except OSError as error:
+        raise UserError(
+            f"{run_dir}: cannot be moved aside ({error.strerror}); "
+            "move it yourself or choose another trainer_args.output_dir"
+        ) from error
+    log.info("the old run is now in %s", aside)
 
 
 def is_finished(job: Job, state: dict[str, Any]) -> bool:

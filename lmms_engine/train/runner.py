@@ -68,15 +68,22 @@ class TrainRunner:
 
     mesh: None joins the process group that torchrun describes, or makes one of a single process.
     output_dir: None takes the job's, else `runs/<run name>`.
+    fresh: begin anew; once everything is built, an old run folder is moved aside.
     """
 
     def __init__(
-        self, job: Job | dict[str, Any], mesh: Mesh | None = None, output_dir: Path | None = None
+        self,
+        job: Job | dict[str, Any],
+        mesh: Mesh | None = None,
+        output_dir: Path | None = None,
+        *,
+        fresh: bool = False,
     ) -> None:
         self.job = job if isinstance(job, Job) else Job.from_dict(job)
         self.mesh = mesh or build_mesh(self.job.trainer)
         folder = output_dir or self.job.trainer.output_dir or f"runs/{self.job.trainer.run_name or 'run'}"
         self.run_dir = Path(folder).absolute()
+        self.fresh = fresh
         self.step = 0
         self._saved_step = 0
         self._stop_asked = False
@@ -87,7 +94,9 @@ class TrainRunner:
         """Makes everything a run needs; after it `run` can start. Builds nothing for a finished run."""
         job, mesh = self.job, self.mesh
         plugins = load_plugins(job)
-        self.start = rundir.on_main(mesh, lambda: rundir.prepare(job, self.run_dir, mesh.dp_size))
+        self.start = rundir.on_main(
+            mesh, lambda: rundir.prepare(job, self.run_dir, mesh.dp_size, fresh=self.fresh)
+        )
         self.step = self._saved_step = self.start.step
         if self.start.finished:
             return self
@@ -306,6 +315,8 @@ class TrainRunner:
             processor_fingerprint=self.loader.processor.fingerprint,
             weights=job.model.load_from_pretrained_path,
         )
+        if self.fresh:
+            rundir.on_main(mesh, lambda: rundir.move_aside(self.run_dir))
         if mesh.is_main:
             discarded = cut_back(self.run_dir, self.step)
             if discarded:

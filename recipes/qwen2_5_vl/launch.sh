@@ -14,10 +14,10 @@ fi
 mkdir -p data
 flock data/.prepare.lock python "$recipe/prepare.py" --if-missing
 choice=$(python -m lmms_engine.launch.preset --preset "${PRESET:-auto}" --ngpu "${NGPU:-0}" "$recipe" "$@")
-read -r preset processes run <<<"$choice" # why this preset: printed to stderr
+read -r preset processes <<<"$choice" # why this preset: printed to stderr
 configs=(--config "$recipe/config.yaml")
 if [[ $preset == smoke ]]; then configs+=(--config "$recipe/smoke.yaml"); fi
-if [[ ${FRESH:-0} == 1 && $node_rank == 0 && -d $run ]]; then mv -v "$run" "$run.$(date +%Y%m%d-%H%M%S)"; fi
+if [[ ${FRESH:-0} == 1 ]]; then configs+=(--fresh); fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((($(nproc) + processes - 1) / processes))}
 rendezvous=(--standalone) # one node: a free port, so that runs do not collide
 if ((nnodes > 1)); then

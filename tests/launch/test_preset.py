@@ -128,11 +128,9 @@ def test_main(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = recipe(tmp_path, "# GPU memory: 99 x 999 GB")
     assert main([str(folder), "trainer_args.max_steps=2"]) == 0
     out, err = capsys.readouterr()
-    assert out.split() == ["smoke", "1", "runs/mine-smoke"]
+    assert out == "smoke 1\n"
     assert len(err.splitlines()) == 1
     assert "needs GPU memory of 99 x 999 GB" in err
-    assert main([str(folder), "trainer_args.output_dir=runs/other place"]) == 0
-    assert capsys.readouterr().out == "smoke 1 runs/other place\n"
     assert main(["--preset", "full", str(folder)]) == 2
     assert capsys.readouterr().err.startswith("PRESET=full cannot run: ")
     assert main(["--preset", "smoke", str(folder), "trainer_args.max_stepz=2"]) == 2
@@ -151,7 +149,7 @@ def test_main_full(
         (weights / name).write_text("{}")
     assert main([str(folder)]) == 0
     out, err = capsys.readouterr()
-    assert out.split()[::2] == ["full", "runs/mine-full"]
+    assert out.split()[0] == "full"
     assert "sample data" not in err
     (tmp_path / "data/x").mkdir(parents=True)
     (tmp_path / "data/x/sample.json").touch()

@@ -76,6 +76,18 @@ def test_other_settings_are_refused_by_name(tmp_path, change, named):
     assert "FRESH=1" in str(caught.value)
 
 
+def test_a_run_can_be_moved_aside_twice_in_a_second(tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    rundir.move_aside(run)   # nothing in it: it stays
+    for number in range(2):
+        (run / f"file-{number}").touch()
+        rundir.move_aside(run)
+    aside = sorted(path.name for folder in tmp_path.glob("run.*") for path in folder.iterdir())
+    assert aside == ["file-0", "file-1"]
+    assert not any(run.iterdir())
+
+
 def test_all_differences_are_named_at_once(tmp_path):
     _leave(tmp_path, _job(), step=4)
     other = _job(seed=1).to_dict()

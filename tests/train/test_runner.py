@@ -124,6 +124,21 @@ def test_a_finished_run_says_so_and_more_steps_go_on(straight, corpus, mesh, tmp
     assert (run_dir / "checkpoints" / "step-00000007").is_dir()
 
 
+def test_a_fresh_start_moves_the_old_run_aside_once_all_is_built(straight, corpus, mesh, tmp_path):
+    run_dir = tmp_path / "run"
+    shutil.copytree(straight, run_dir)
+    wrong = _config(corpus, run_dir, data__datasets=[{"path": str(tmp_path / "none.jsonl")}])
+    with pytest.raises(UserError, match=r"none\.jsonl"):
+        TrainRunner(wrong, mesh, fresh=True).build()
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    assert (run_dir / "metrics.jsonl").read_bytes() == (straight / "metrics.jsonl").read_bytes()
+    runner = TrainRunner(_config(corpus, run_dir, trainer__seed=7), mesh, fresh=True).build()
+    assert runner.step == 0
+    (old,) = tmp_path.glob("run.*")
+    assert (old / "metrics.jsonl").read_bytes() == (straight / "metrics.jsonl").read_bytes()
+    assert not (run_dir / "metrics.jsonl").exists()
+
+
 def test_other_data_are_refused_before_a_model_is_built(corpus, mesh, tmp_path):
     data = tmp_path / "data"
     shutil.copytree(corpus, data)
