@@ -15,12 +15,14 @@ number of ranks.
 from __future__ import annotations
 
 import atexit
+import gc
 import hashlib
 import json
 import os
 import signal
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from multiprocessing.util import Finalize
@@ -193,20 +195,21 @@ class Loader:
             feed = iter(_Feed(replace(self._plan, processor_fn=lambda: self.processor), self._states))
             return dict.fromkeys(self._shards, feed)
         feeds: dict[int, Iterator[_Item]] = {}
-        for worker in range(self._num_workers):
-            own = {shard: self._states[shard] for shard in self._shards[worker :: self._num_workers]}
-            # One loader for each worker: the next pack can then be asked of the worker that owns its shard.
-            # A generator of its own keeps the process's random state as it is.
-            workers = DataLoader(
-                _Feed(self._plan, own),
-                batch_size=None,
-                num_workers=1,
-                prefetch_factor=PREFETCH_PACKS,
-                pin_memory=self._pin_memory and self._plan.whole_micros,
-                multiprocessing_context=self._start_method,
-                generator=torch.Generator(),
-            )
-            feeds.update(dict.fromkeys(own, iter(workers)))
+        with _objects_frozen():
+            for worker in range(self._num_workers):
+                own = {shard: self._states[shard] for shard in self._shards[worker :: self._num_workers]}
+                # One loader for each worker: the next pack can then be asked of the worker that owns its
+                # shard. A generator of its own keeps the process's random state as it is.
+                workers = DataLoader(
+                    _Feed(self._plan, own),
+                    batch_size=None,
+                    num_workers=1,
+                    prefetch_factor=PREFETCH_PACKS,
+                    pin_memory=self._pin_memory and self._plan.whole_micros,
+                    multiprocessing_context=self._start_method,
+                    generator=torch.Generator(),
+                )
+                feeds.update(dict.fromkeys(own, iter(workers)))
         return feeds
 
     def close(self) -> None:
@@ -375,9 +378,23 @@ class _Feed(IterableDataset):
             yield _Item(turn.shard, batch, turn.state, turn.skipped)
 
 
+@contextmanager
+def _objects_frozen() -> Iterator[None]:
+    """Keeps what this process holds out of the garbage collection of workers forked inside.
+
+    To free a process group or a video decoder there, whose threads are not forked, would hang or kill it.
+    """
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
 def _dead_worker(error: RuntimeError) -> str:
+    said = " ".join(f"{error} {error.__cause__ or ''}".split())  # the signal is named in the cause, if at all
     return (
-        f"a data worker died ({' '.join(str(error).split())}); most often it ran out of memory. Lower"
+        f"a data worker died ({said}); most often it ran out of memory. Lower"
         " trainer_args.dataloader_num_workers, dataset_config.packing_kwargs.open_bins or packing_length, or"
         " give the container more shared memory; dataloader_num_workers=0 shows the fault in this process"
     )

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import operator
 import os
 import signal
 import time
 from dataclasses import replace
+from fractions import Fraction
 from functools import partial, reduce
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+import av
+import numpy as np
 import pytest
 import torch
 
+from data_prep.clips import write_clip
 from lmms_engine.datasets import BaseDataset, register_dataset
 from lmms_engine.datasets.collate import TOKEN_DIMS
 from lmms_engine.datasets.loader import Loader, merge_states
@@ -446,6 +451,37 @@ def test_a_killed_worker_gives_a_clear_message_soon(rows: Path) -> None:
     with pytest.raises(UserError, match=r"a data worker died .* ran out of memory\. Lower trainer_args"):
         steps_of_epoch(loader)
     assert time.monotonic() - began < 30
+
+
+class Collecting(ByteProcessor):
+    """Collects garbage at every row."""
+
+    def __call__(self, *args: Any) -> Any:
+        gc.collect()
+        return super().__call__(*args)
+
+
+class Cycle:
+    """Holds itself, so that only the garbage collection frees it."""
+
+    def __init__(self, *held: object) -> None:
+        self.held = (self, *held)
+
+
+@pytest.mark.timeout(60)
+def test_a_worker_leaves_the_garbage_of_its_parent_alone(rows: Path, tmp_path: Path) -> None:
+    write_clip(tmp_path / "a.mp4", np.zeros((8, 64, 64, 3), np.uint8), [Fraction(i, 8) for i in range(8)])
+    gc.disable()
+    try:
+        video = av.open(str(tmp_path / "a.mp4"))
+        video.streams.video[0].thread_type = "AUTO"
+        frames = video.decode(video=0)
+        Cycle(video, frames, next(frames))    # garbage with threads, which are not forked
+        del video, frames
+        loader = Loader(make_job(rows, dataloader_num_workers=1), Collecting, dp_rank=0, dp_size=1)
+        assert steps_of_epoch(loader)
+    finally:
+        gc.enable()
 
 
 def count_call(path: Path) -> None:

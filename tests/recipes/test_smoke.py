@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -93,13 +96,12 @@ def test_the_thresholds_see(looked_tool: ModuleType, right: float, swapped: floa
     assert len(looked_tool.shortfalls({"all": found}, MIN_RIGHT, MIN_RATIO)) == count
 
 
-def test_inspect_shows_the_batches_that_were_trained_on(
-    trained: Any, repo: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(trained.clone)
+def test_inspect_shows_the_batches_that_were_trained_on(trained: Any, repo: Path) -> None:
     files = [f"--config=recipes/qwen3_vl/{name}.yaml" for name in ("config", "smoke")]
-    done = CliRunner().invoke(app, ["inspect", *files, "--steps", str(INSPECTED), "--json"])
-    assert done.exit_code == 0, done.output
+    command = [sys.executable, "-m", "lmms_engine", "inspect", *files, "--steps", str(INSPECTED), "--json"]
+    env = {**os.environ, "PYTHONPATH": str(repo)}
+    done = subprocess.run(command, cwd=trained.clone, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
     shown = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(shown) == INSPECTED
     assert shown == read_lines(trained.run / "rows-0.jsonl")[:INSPECTED]
