@@ -72,6 +72,8 @@ class Measure:
         return Sizes(sizes)
 
     def _size(self, part: MediaPart) -> int:
+        if part.frames is not None:
+            return sum(map(self._size, part.frames))
         if part.bytes is not None:
             return len(part.bytes)
         if part.path is None or self.media == "relative":
@@ -168,14 +170,20 @@ class Writing:
         }
 
     def _medium(self, part: MediaPart) -> dict[str, Any]:
-        out = {"type": part.kind, "url": part.url, "start": part.start, "end": part.end, "fps": part.fps}
+        out = {"type": part.kind, "start": part.start, "end": part.end, "fps": part.fps}
+        if part.frames is not None:
+            return {**out, part.kind: [self._file(frame) for frame in part.frames]}
+        return {**out, **self._file(part)}
+
+    def _file(self, part: MediaPart) -> dict[str, Any]:
+        """Where the file is, or the file itself."""
         if part.bytes is not None:
-            return {**out, "bytes": part.bytes}
+            return {"bytes": part.bytes}
         if part.path is None:
-            return out
+            return {"url": part.url}
         if self.media == "embed" and not Path(part.path).is_dir():
-            return {**out, "bytes": Path(part.path).read_bytes()}
-        return {**out, "path": os.path.relpath(part.path, self.home)}
+            return {"bytes": Path(part.path).read_bytes()}
+        return {"path": os.path.relpath(part.path, self.home)}
 
 
 def _groups(rows: Iterator[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
@@ -184,9 +192,7 @@ def _groups(rows: Iterator[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
     size = 0
     for row in rows:
         group.append(row)
-        size += sum(
-            len(part.get("bytes") or part.get("text") or "") for m in row["messages"] for part in m["content"]
-        )
+        size += sum(_weight(part) for message in row["messages"] for part in message["content"])
         if size >= GROUP_BYTES or len(group) >= GROUP_ROWS:
             yield group
             group, size = [], 0
@@ -194,10 +200,16 @@ def _groups(rows: Iterator[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
         yield group
 
 
+def _weight(part: dict[str, Any]) -> int:
+    frames = sum(len(frame.get("bytes") or "") for frame in part.get("video") or ())
+    return len(part.get("bytes") or part.get("text") or "") + frames
+
+
 def _schema() -> Any:
     import pyarrow as pa
 
     text, seconds = pa.string(), pa.float64()
+    frame = pa.struct([("bytes", pa.binary()), ("path", text), ("url", text)])
     part = pa.struct(
         [
             ("type", text),
@@ -205,6 +217,7 @@ def _schema() -> Any:
             ("bytes", pa.binary()),
             ("path", text),
             ("url", text),
+            ("video", pa.list_(frame)),
             ("start", seconds),
             ("end", seconds),
             ("fps", seconds),

@@ -37,7 +37,10 @@ def portable(row: Row, folder: Path) -> dict[str, Any]:
     """
     messages = []
     for message in row.messages:
-        content = tuple(_moved(p, folder) if isinstance(p, MediaPart) else p for p in message.content)
+        content = tuple(
+            part.each_file(lambda file: _moved(file, folder)) if isinstance(part, MediaPart) else part
+            for part in message.content
+        )
         messages.append(message.model_copy(update={"content": content}))
     return dump_row(row.model_copy(update={"messages": tuple(messages)}))
 

@@ -114,17 +114,18 @@ def _folder_of(path: Path) -> Path:
 
 def _unpacked(row: Row, media: Path) -> Row:
     """The row with its bytes written to files, named by their content: the same bytes are one file."""
-    if all(part.bytes is None for part in row.media()):
-        return row
-    messages = [
-        message.model_copy(update={"content": tuple(_to_file(part, media) for part in message.content)})
-        for message in row.messages
-    ]
+    messages = []
+    for message in row.messages:
+        content = tuple(
+            part.each_file(lambda file: _to_file(file, media)) if isinstance(part, MediaPart) else part
+            for part in message.content
+        )
+        messages.append(message.model_copy(update={"content": content}))
     return row.model_copy(update={"messages": tuple(messages)})
 
 
-def _to_file(part: object, media: Path) -> object:
-    if not isinstance(part, MediaPart) or part.bytes is None:
+def _to_file(part: MediaPart, media: Path) -> MediaPart:
+    if part.bytes is None:
         return part
     name = hashlib.blake2b(part.bytes, digest_size=16).hexdigest()
     path = media / name[:2] / f"{name}{suffix_of(part.bytes)}"

@@ -19,25 +19,35 @@ This module touches no file and imports no torch.
 
 from __future__ import annotations
 
-import base64
-import binascii
-import builtins
 import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import unquote, urlparse
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import Field
 
+from lmms_engine.datasets.parts import (
+    KINDS,
+    SPAN_KEYS,
+    Frozen,
+    Kind,
+    MediaPart,
+    Part,
+    TextPart,
+    check_keys,
+    dump_part,
+    kind_of,
+    media_part,
+    present,
+    span_of,
+    text_of,
+)
 from lmms_engine.errors import BadRow
 from lmms_engine.registry import nearest
 
-Kind = Literal["image", "video", "audio"]
 Role = Literal["system", "user", "assistant", "tool"]
-KINDS: tuple[Kind, ...] = ("image", "video", "audio")
 
 MEDIA_KEYS: dict[str, Kind] = {f"{kind}{plural}": kind for kind in KINDS for plural in ("", "s")}
 ROW_KEYS = ("id", "messages", "conversations", "system", "tools", "meta", "source", *MEDIA_KEYS)
@@ -49,53 +59,12 @@ ROLES: dict[str, str] = {
     "tool": "tool", "observation": "tool", "function": "tool", "tool_response": "tool",
     "function_call": "function_call", "tool_call": "function_call",
 }  # fmt: skip
-SPAN_KEYS = {"start": "start", "end": "end", "video_start": "start", "video_end": "end", "fps": "fps"}
 PART_TYPES = ("text", *KINDS, *(f"{kind}_url" for kind in KINDS), "input_audio")
 
-MAX_SECONDS = 10**9  # of `start` and `end`; also the largest `fps`
-
 MARK = re.compile(r"\n?<(image|video|audio)>\n?")
-URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
-# How base64 of JPEG, PNG, GIF, RIFF (WebP, WAV, AVI) and TIFF begins, for strings without a `data:` prefix.
-BASE64 = re.compile(r"[A-Za-z0-9+/\s]+={0,2}\s*")
-BASE64_MAGIC = ("/9j/", "iVBORw0KGgo", "R0lGOD", "UklGR", "SUkqA", "TU0AK")
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class TextPart(_Frozen):
-    """A piece of text, kept character for character."""
-
-    kind: Literal["text"] = "text"
-    text: str
-
-
-class MediaPart(_Frozen):
-    """A picture, clip or sound: exactly one of `path` (absolute), `url` and `bytes`.
-
-    start, end: seconds of the span to use; fps: frames per second to sample. None: the run's setting.
-    """
-
-    kind: Kind
-    path: str | None = None
-    url: str | None = None
-    bytes: builtins.bytes | None = None
-    start: float | None = None
-    end: float | None = None
-    fps: float | None = None
-
-    @property
-    def label(self) -> str:
-        """How messages name it: its path, its URL, or its size."""
-        return self.path or self.url or f"{len(self.bytes or b'')} bytes"
-
-
-Part = TextPart | MediaPart
-
-
-class ToolCall(_Frozen):
+class ToolCall(Frozen):
     """A call of the assistant; `arguments` is an object, whatever form the row gave it in."""
 
     name: str
@@ -103,7 +72,7 @@ class ToolCall(_Frozen):
     id: str | None = None
 
 
-class Message(_Frozen):
+class Message(Frozen):
     """One turn. An empty `content` is an empty turn."""
 
     role: Role
@@ -118,13 +87,13 @@ class Message(_Frozen):
         return "".join(part.text for part in self.content if isinstance(part, TextPart))
 
 
-class Row(_Frozen):
+class Row(Frozen):
     """A conversation. `meta` is carried along for the user's own tools and never reaches the model."""
 
     messages: tuple[Message, ...]
     id: str | None = None
     tools: tuple[dict[str, Any], ...] = ()
-    meta: dict[str, Any] = {}
+    meta: dict[str, Any] = Field(default_factory=dict)
 
     def media(self) -> Iterator[MediaPart]:
         """All media, in the order in which the model meets them."""
@@ -138,16 +107,16 @@ def parse_row(obj: dict[str, Any], data_folder: Path) -> Row:
     data_folder: absolute folder of relative media paths. Keys that are null count as absent.
     """
     if not isinstance(obj, dict):
-        raise BadRow("row_type", f"a row is an object with `messages`, not {_kind_of(obj)}")
-    obj = _present(obj)
-    _check_keys(obj, ROW_KEYS, "row")
+        raise BadRow("row_type", f"a row is an object with `messages`, not {kind_of(obj)}")
+    obj = present(obj)
+    check_keys(obj, ROW_KEYS, "row")
     given = {kind: _top_level_media(obj, kind, data_folder) for kind in KINDS}
     messages = _messages(obj, {kind for kind in KINDS if given[kind]}, data_folder)
     messages = _with_system(obj.get("system"), messages)
     messages = _place_media(messages, given)
     meta = _decode_json(obj.get("meta", {}), "`meta`")
     if not isinstance(meta, dict):
-        raise BadRow("meta", f"`meta` must be an object, got {_kind_of(meta)}")
+        raise BadRow("meta", f"`meta` must be an object, got {kind_of(meta)}")
     if "source" in obj:
         meta = {"source": obj["source"], **meta}
     return Row(
@@ -169,42 +138,10 @@ def dump_row(row: Row) -> dict[str, Any]:
 # Row level -------------------------------------------------------------------------------------------
 
 
-def _present(obj: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in obj.items() if value is not None}
-
-
-def _kind_of(value: object) -> str:
-    try:
-        text = repr(value)
-    except RecursionError:
-        text = "of many levels"
-    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
-
-
-def _check_keys(obj: dict[str, Any], legal: tuple[str, ...], where: str) -> None:
-    for key in obj:
-        if key not in legal:
-            raise BadRow(
-                "unknown_key",
-                f"unknown key '{key}' in {where} (legal: {', '.join(legal)}){nearest(str(key), list(legal))}",
-            )
-
-
 def _row_id(value: Any) -> str | None:
     if value is None or (isinstance(value, str | int) and not isinstance(value, bool)):
         return _name(value, "`id`")
-    raise BadRow("id", f"`id` must be a string or an integer, got {_kind_of(value)}")
-
-
-def _text(value: Any, where: str) -> str:
-    if not isinstance(value, str):
-        raise BadRow("content", f"{where} must be a string, got {_kind_of(value)}")
-    try:
-        value.encode("utf-8")
-    except UnicodeEncodeError as error:
-        message = f"{where} holds half of a surrogate pair at character {error.start}"
-        raise BadRow("text_invalid", message) from None
-    return value
+    raise BadRow("id", f"`id` must be a string or an integer, got {kind_of(value)}")
 
 
 def _decode_json(value: Any, where: str) -> Any:
@@ -214,7 +151,7 @@ def _decode_json(value: Any, where: str) -> Any:
     try:
         return json.loads(value)
     except (ValueError, RecursionError) as error:
-        raise BadRow("json", f"{where} is not JSON ({error}): {_kind_of(value)}") from None
+        raise BadRow("json", f"{where} is not JSON ({error}): {kind_of(value)}") from None
 
 
 def _json_text(value: Any, where: str) -> str:
@@ -231,7 +168,7 @@ def _name(value: Any, where: str) -> str | None:
     """An id or a name: text, or a whole number."""
     if isinstance(value, int) and not isinstance(value, bool):
         value = _json_text(value, where)
-    return None if value is None else _text(value, where)
+    return None if value is None else text_of(value, where)
 
 
 def _messages(obj: dict[str, Any], marked: set[str], data_folder: Path) -> list[_Draft]:
@@ -241,13 +178,13 @@ def _messages(obj: dict[str, Any], marked: set[str], data_folder: Path) -> list[
         raise BadRow("messages", f"a row has one conversation; this one has {found}")
     turns = _decode_json(obj[keys[0]], f"`{keys[0]}`")
     if not isinstance(turns, list) or not turns:
-        raise BadRow("messages", f"`{keys[0]}` must be a list with at least one turn, got {_kind_of(turns)}")
+        raise BadRow("messages", f"`{keys[0]}` must be a list with at least one turn, got {kind_of(turns)}")
     messages: list[_Draft] = []
     for i, turn in enumerate(turns):
         where = f"{keys[0]}[{i}]"
         if not isinstance(turn, dict):
-            raise BadRow("messages", f"`{where}` must be an object, got {_kind_of(turn)}")
-        message, is_call = _message(_present(turn), where, marked, data_folder)
+            raise BadRow("messages", f"`{where}` must be an object, got {kind_of(turn)}")
+        message, is_call = _message(present(turn), where, marked, data_folder)
         before = messages[-1] if messages else None
         if is_call and before is not None and before.role == "assistant":   # text and its call are one turn
             before.tool_calls += message.tool_calls
@@ -259,7 +196,7 @@ def _messages(obj: dict[str, Any], marked: set[str], data_folder: Path) -> list[
 def _with_system(system: Any, messages: list[_Draft]) -> list[_Draft]:
     if system is None:
         return messages
-    text = _text(system, "`system`")
+    text = text_of(system, "`system`")
     if messages[0].role == "system":
         if messages[0].content != _text_parts(text):
             raise BadRow("system", "`system` and the first turn hold two different system texts; keep one")
@@ -287,7 +224,7 @@ class _Draft:
 
 def _message(turn: dict[str, Any], where: str, marked: set[str], data_folder: Path) -> tuple[_Draft, bool]:
     """The message, and whether it is a bare ShareGPT tool call, which belongs to the turn before it."""
-    _check_keys(turn, MESSAGE_KEYS, where)
+    check_keys(turn, MESSAGE_KEYS, where)
     for one, other in (("role", "from"), ("content", "value"), ("tool_calls", "function_call")):
         if one in turn and other in turn:
             raise BadRow("messages", f"`{where}` has both `{one}` and `{other}`; keep one")
@@ -330,15 +267,15 @@ def _tool_calls(value: Any, where: str) -> tuple[ToolCall, ...]:
         call = _decode_json(item, f"a tool call in `{where}`")
         call_id = None
         if isinstance(call, dict) and "function" in call:
-            _check_keys(call, ("id", "type", "function", "index"), f"a tool call in {where}")
+            check_keys(call, ("id", "type", "function", "index"), f"a tool call in {where}")
             call_id, call = call.get("id"), call["function"]
         if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-            raise BadRow("tool_calls", f"a tool call in `{where}` needs a `name`, got {_kind_of(call)}")
-        _check_keys(call, ("id", "type", "name", "arguments", "parameters"), f"a tool call in {where}")
+            raise BadRow("tool_calls", f"a tool call in `{where}` needs a `name`, got {kind_of(call)}")
+        check_keys(call, ("id", "type", "name", "arguments", "parameters"), f"a tool call in {where}")
         raw = call.get("arguments", call.get("parameters"))
         arguments = {} if raw is None or raw == "" else _decode_json(raw, f"the arguments in `{where}`")
         if not isinstance(arguments, dict):
-            raise BadRow("tool_calls", f"arguments in `{where}` must be an object, got {_kind_of(arguments)}")
+            raise BadRow("tool_calls", f"arguments in `{where}` must be an object, got {kind_of(arguments)}")
         _json_text([call["name"], arguments], f"a tool call in `{where}`")
         call_id = _name(call_id or call.get("id"), f"the id of a tool call in `{where}`")
         calls.append(ToolCall(name=call["name"], arguments=arguments, id=call_id))
@@ -356,7 +293,7 @@ def _tools(value: Any) -> tuple[dict[str, Any], ...]:
         wrapped = isinstance(tool, dict) and "function" in tool
         function = tool["function"] if wrapped else tool
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise BadRow("tools", f"an entry of `tools` needs a `name`, got {_kind_of(tool)}")
+            raise BadRow("tools", f"an entry of `tools` needs a `name`, got {kind_of(tool)}")
         if isinstance(function.get("parameters"), str):
             parameters = _decode_json(function["parameters"], f"the parameters of tool '{function['name']}'")
             function = {**function, "parameters": parameters}
@@ -380,19 +317,19 @@ def _content(content: Any, where: str, marked: set[str], data_folder: Path) -> t
     if content is None:
         return ()
     if isinstance(content, str):
-        return tuple(_split_marks(_text(content, f"`{where}`"), where, set(KINDS)))
+        return tuple(_split_marks(text_of(content, f"`{where}`"), where, set(KINDS)))
     if isinstance(content, dict):
         content = [content]
     if not isinstance(content, list):
-        raise BadRow("content", f"`{where}` must be text or a list of parts, got {_kind_of(content)}")
+        raise BadRow("content", f"`{where}` must be text or a list of parts, got {kind_of(content)}")
     parts: list[Part | _Slot] = []
     for i, item in enumerate(content):
         at = f"{where}.content[{i}]"
         if isinstance(item, str):
             item = {"type": "text", "text": item}
         if not isinstance(item, dict):
-            raise BadRow("content", f"`{at}` must be an object, got {_kind_of(item)}")
-        parts.extend(_part(_present(item), at, marked, data_folder))
+            raise BadRow("content", f"`{at}` must be an object, got {kind_of(item)}")
+        parts.extend(_part(present(item), at, marked, data_folder))
     return tuple(parts)
 
 
@@ -420,42 +357,27 @@ def _part(item: dict[str, Any], where: str, marked: set[str], data_folder: Path)
         hint = nearest(str(type_), list(PART_TYPES))
         raise BadRow("content", f"`{where}` has the type {type_!r} (legal: {', '.join(PART_TYPES)}){hint}")
     if type_ == "text":
-        _check_keys(item, ("type", "text"), where)
+        check_keys(item, ("type", "text"), where)
         if "text" not in item:
             raise BadRow("content", f"`{where}` is a text part without `text`")
-        yield from _split_marks(_text(item["text"], f"`{where}`"), where, marked)
+        yield from _split_marks(text_of(item["text"], f"`{where}`"), where, marked)
         return
     kind: Kind = "audio" if type_ == "input_audio" else type_.removesuffix("_url")
     source_keys = dict.fromkeys((type_, kind, f"{kind}_url", "path", "url", "bytes"))
-    _check_keys(item, ("type", *source_keys, *(SPAN_KEYS if kind != "image" else ())), where)
+    check_keys(item, ("type", *source_keys, *(SPAN_KEYS if kind != "image" else ())), where)
     sources = [key for key in source_keys if key in item]
-    span = _span(item, where) if kind != "image" else {}
+    span = span_of(item, where) if kind != "image" else {}
     # `bytes` beside `path` is one source: a picture that remembers its file's name.
     if set(sources) == {"path", "bytes"}:
         sources = ["bytes"]
     if len(sources) > 1:
         raise BadRow("media_source", f"`{where}` names its {kind} twice: {', '.join(sources)}; keep one")
     if sources:
-        yield _media(kind, item[sources[0]], f"{where}.{sources[0]}", data_folder, span)
+        yield media_part(kind, item[sources[0]], f"{where}.{sources[0]}", data_folder, span)
     elif span:
         raise BadRow("media_missing", f"`{where}` is of type '{type_}' but names no {kind}")
     else:
         yield _Slot(kind=kind, where=where)
-
-
-def _span(item: dict[str, Any], where: str) -> dict[str, float]:
-    span: dict[str, float] = {}
-    for key, field in SPAN_KEYS.items():
-        if key not in item:
-            continue
-        value = item[key]
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MAX_SECONDS:
-            legal = f"a number from 0 to {MAX_SECONDS}"
-            raise BadRow("media_span", f"`{where}.{key}` must be {legal}, got {_kind_of(value)}")
-        span[field] = float(value)
-    if span.get("fps") == 0 or span.get("end", float("inf")) <= span.get("start", 0.0):
-        raise BadRow("media_span", f"`{where}` asks for an empty span: {span}")
-    return span
 
 
 # Media -----------------------------------------------------------------------------------------------
@@ -469,65 +391,7 @@ def _top_level_media(obj: dict[str, Any], kind: Kind, data_folder: Path) -> list
         return []
     value = obj[keys[0]]
     items = value if isinstance(value, list) else [value]
-    return [_media(kind, item, f"{keys[0]}[{i}]", data_folder, {}) for i, item in enumerate(items)]
-
-
-def _media(kind: Kind, value: Any, where: str, data_folder: Path, span: dict[str, float]) -> MediaPart:
-    if isinstance(value, dict):
-        value = _source_of(kind, _present(value), where)
-    if isinstance(value, bytes | bytearray | memoryview):
-        if not len(value):
-            raise BadRow("media_missing", f"`{where}` holds a {kind} of 0 bytes")
-        return MediaPart(kind=kind, bytes=bytes(value), **span)
-    if isinstance(value, list):
-        raise BadRow("media_source", f"`{where}` is a list; a {kind} is one file, URL or bytes")
-    if not isinstance(value, str):
-        raise BadRow("media_missing", f"`{where}` names no {kind}: {_kind_of(value)}")
-    value = value if value.strip() else ""
-    if not value:
-        raise BadRow("media_missing", f"`{where}` names no {kind}: it is empty")
-    if value.startswith("data:"):
-        head, comma, body = value.partition(",")
-        if not comma or not head.endswith(";base64"):
-            raise BadRow("media_source", f"`{where}` is a data: URL that is not base64")
-        return MediaPart(kind=kind, bytes=_base64(body, where), **span)
-    if len(value) >= 64 and value.startswith(BASE64_MAGIC) and BASE64.fullmatch(value):
-        return MediaPart(kind=kind, bytes=_base64(value, where), **span)
-    if value.startswith("file://"):
-        return MediaPart(kind=kind, path=_text(_file_path(value, where), f"`{where}`"), **span)
-    _text(value, f"`{where}`")
-    if URL.match(value):
-        return MediaPart(kind=kind, url=value, **span)
-    return MediaPart(kind=kind, path=str(data_folder / value), **span)
-
-
-def _source_of(kind: Kind, value: dict[str, Any], where: str) -> Any:
-    """The source in an object: {"url"}, a table's {"bytes", "path"}, `input_audio`'s {"data", "format"}."""
-    _check_keys(value, ("url", "path", "bytes", "detail", "data", "format"), where)
-    if value.get("detail", "auto") != "auto":
-        raise BadRow("unknown_key", f"`{where}.detail` is {value['detail']!r} (legal: 'auto')")
-    if value.get("bytes"):
-        return value["bytes"]
-    if "data" in value:
-        return _base64(value["data"], where) if isinstance(value["data"], str) else value["data"]
-    found = [key for key in ("url", "path") if value.get(key)]
-    if len(found) != 1:
-        raise BadRow("media_missing", f"`{where}` names no {kind}: it needs one of url, path, bytes")
-    return value[found[0]]
-
-
-def _file_path(url: str, where: str) -> str:
-    try:
-        return unquote(urlparse(url).path)
-    except ValueError as error:   # brackets that hold no address
-        raise BadRow("media_source", f"`{where}` is not a URL ({error}): {_kind_of(url)}") from None
-
-
-def _base64(text: str, where: str) -> bytes:
-    try:
-        return base64.b64decode("".join(text.split()), validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise BadRow("media_source", f"`{where}` is not valid base64: {error}") from None
+    return [media_part(kind, item, f"{keys[0]}[{i}]", data_folder, {}) for i, item in enumerate(items)]
 
 
 def _place_media(drafts: list[_Draft], given: dict[Kind, list[MediaPart]]) -> list[Message]:
@@ -572,7 +436,7 @@ def _refuse_second_place(drafts: list[_Draft], kinds: set[str]) -> None:
 
 
 def _dump_message(message: Message) -> dict[str, Any]:
-    out: dict[str, Any] = {"role": message.role, "content": [_dump_part(part) for part in message.content]}
+    out: dict[str, Any] = {"role": message.role, "content": [dump_part(part) for part in message.content]}
     if message.tool_calls:
         out["tool_calls"] = [
             {
@@ -586,13 +450,3 @@ def _dump_message(message: Message) -> dict[str, Any]:
         if getattr(message, key) is not None:
             out[key] = getattr(message, key)
     return out
-
-
-def _dump_part(part: Part) -> dict[str, Any]:
-    if isinstance(part, TextPart):
-        return {"type": "text", "text": part.text}
-    url = part.path or part.url
-    if part.bytes is not None:
-        url = "data:application/octet-stream;base64," + base64.b64encode(part.bytes).decode("ascii")
-    span = {key: value for key in ("start", "end", "fps") if (value := getattr(part, key)) is not None}
-    return {"type": f"{part.kind}_url", f"{part.kind}_url": {"url": url}, **span}

@@ -7,30 +7,30 @@
 The clock is the file's own presentation time stamps, counted from its first frame, so that variable frame
 rates and cut-out spans keep the true time. Frames are spread evenly over the file or span, from its first
 to its last frame; for a constant frame rate these are exactly the frames the Qwen processors choose.
-A folder of pictures is a clip that was sampled already: it needs the rate stated and is not sampled again.
+A list or a folder of pictures is a clip that was sampled already: it needs the rate stated and is not sampled
+again.
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import av
 import numpy as np
 from av.video.reformatter import VideoReformatter
 
-from lmms_engine.datasets.limits import check_size
-from lmms_engine.datasets.media import decode_picture, read_media
+from lmms_engine.datasets.limits import MAX_CLIP_FRAMES, MAX_FRAME_PIXELS, Deadline, check_size
+from lmms_engine.datasets.media import load_picture, read_media
+from lmms_engine.datasets.parts import MediaPart
 from lmms_engine.errors import BadRow
 
-if TYPE_CHECKING:
-    from lmms_engine.datasets.schema import MediaPart
-
 FRAME_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
+DECODER = {"max_pixels": str(MAX_FRAME_PIXELS)}   # larger frames are refused before they are allocated
 CLOCK_DIGITS = 6   # microseconds: below it, differences between time stamps are rounding
 CLOCK_SLACK = 1e-3   # seconds by which a file that counts milliseconds may misstate how long it is
 
@@ -71,12 +71,13 @@ def plan_clip(part: MediaPart, *, fps: float, min_frames: int, max_frames: int) 
     """Chooses the frames of `part`; its own `fps`, `start` and `end` go before the run's settings.
 
     Raises BadRow: `media_missing`, `media_corrupt`, `media_span`, `media_too_large`,
-    `video_rate`, `aspect_ratio`.
+    `video_rate`, `aspect_ratio`, `timeout`. The clip's time begins here and ends with its last frame.
     """
-    if part.path is not None and Path(part.path).is_dir():
-        return _plan_folder(part, max_frames)
-    source = read_media(part)
-    file = _File(source, part.label)
+    deadline = Deadline(f"clip {part.label}")
+    if (frames := frame_parts(part)) is not None:
+        return _plan_frames(part, frames, max_frames, deadline)
+    source = read_media(part, deadline)
+    file = _File(source, part.label, deadline)
     pts = file.timestamps
     tick = file.time_base
     seconds = (np.array(pts) - pts[0]) * tick.numerator / tick.denominator
@@ -130,14 +131,15 @@ def _span(part: MediaPart, seconds: np.ndarray, end_of_file: float) -> np.ndarra
 class _File:
     """An encoded clip: time stamps from its packets, without decoding, and frames on demand."""
 
-    def __init__(self, source: bytes | Path, name: str) -> None:
-        self._source, self._name = source, name
+    def __init__(self, source: bytes | Path, name: str, deadline: Deadline) -> None:
+        self._source, self._name, self._deadline = source, name, deadline
+        self._sized = True   # that the file says how large its frames are, in a way that was believed
         with self._open() as container:
             stream = self._stream(container)
             context = stream.codec_context
-            check_size(max(context.width, 1), max(context.height, 1), f"clip {name}")
+            check_size(max(context.width, 1), max(context.height, 1), f"clip {name}", MAX_FRAME_PIXELS)
             self.time_base = stream.time_base or Fraction(1, 1)
-            packets = self._guard(lambda: list(map(_facts, container.demux(stream))))
+            packets = self._guard(lambda: self._packets(container.demux(stream)))
             declared, step = stream.frames, stream.average_rate
         packets = [packet for packet in packets if packet.is_frame]
         if not packets or len(packets) < declared:
@@ -153,17 +155,28 @@ class _File:
         gap = int(1 / (step * self.time_base)) if step else 0
         self.last_duration: int = shown[-1].duration or gap
 
+    def _packets(self, packets: Iterator[av.Packet]) -> list[_Facts]:
+        facts = []
+        for packet in packets:
+            self._deadline.check()
+            facts.append(_facts(packet))
+            if len(facts) > MAX_CLIP_FRAMES:
+                raise BadRow("media_too_large", f"clip {self._name} has more than {MAX_CLIP_FRAMES:,} frames")
+        return facts
+
     def frames(self, targets: list[int], *, seek: bool = True) -> Iterator[np.ndarray]:
         """The frames with the time stamps `targets` (ascending), skipping to key frames between them."""
         with self._open() as container:
             stream = self._stream(container)
             decoder, position = container.decode(stream), self.timestamps[0]
             reformatter = VideoReformatter()   # one for all: setting up a conversion takes a millisecond
+            size: tuple[int, int] | None = None
             for done, target in enumerate(targets):
                 jumped = seek and self._keyframe_before(target) > position
                 if jumped:
                     decoder = self._decode_from(container, stream, target)
                 while (frame := self._guard(lambda decoder=decoder: next(decoder, None))) is not None:
+                    self._deadline.check()
                     position = _stamp(frame)
                     if position is not None and position >= target:
                         break
@@ -173,7 +186,9 @@ class _File:
                 if frame is None or position != target:
                     at = float((target - self.timestamps[0]) * self.time_base)
                     raise BadRow("media_corrupt", f"clip {self._name}: the frame at {at:.3f} s is missing")
-                pixels = reformatter.reformat(frame, format="rgb24").to_ndarray()
+                check_size(frame.width, frame.height, f"a frame of clip {self._name}", MAX_FRAME_PIXELS)
+                size = size or (frame.width, frame.height)   # later ones may have another, in the stream
+                pixels = reformatter.reformat(frame, *size, format="rgb24").to_ndarray()
                 yield _upright(pixels, frame.rotation)
 
     def _keyframe_before(self, pts: int) -> int:
@@ -187,7 +202,8 @@ class _File:
 
     def _open(self) -> av.container.InputContainer:
         source = io.BytesIO(self._source) if isinstance(self._source, bytes) else str(self._source)
-        return self._guard(lambda: av.open(source, metadata_errors="replace"))   # titles in any encoding
+        # The limit goes to the decoder too: merely to open a file, the library decodes its first frame.
+        return self._guard(lambda: av.open(source, metadata_errors="replace", options=DECODER))   # any title
 
     def _stream(self, container: av.container.InputContainer) -> av.VideoStream:
         if not container.streams.video:
@@ -195,13 +211,21 @@ class _File:
         stream = container.streams.video[0]
         if stream.codec_context is None:
             raise BadRow("media_corrupt", f"clip {self._name} is of an unknown codec")
+        self._sized = stream.codec_context.width > 0
+        stream.codec_context.options = DECODER
         stream.codec_context.thread_count = 1   # loader workers are the parallelism
         return stream
 
     def _guard(self, call: Callable):
+        self._deadline.check()
         try:
             return call()
         except (av.FFmpegError, EOFError, OSError, ValueError, MemoryError) as error:
+            if isinstance(error, BadRow):
+                raise
+            if isinstance(error, av.error.ArgumentError) and not self._sized:
+                most = f"has frames of more than {MAX_FRAME_PIXELS:,} pixels, or of no size"
+                raise BadRow("media_too_large", f"clip {self._name} {most}") from None
             raise BadRow("media_corrupt", f"clip {self._name} cannot be decoded: {error}") from None
 
 
@@ -231,29 +255,47 @@ def _upright(pixels: np.ndarray, rotation: int) -> np.ndarray:
     return np.ascontiguousarray(np.rot90(pixels, turns)) if turns else pixels
 
 
-def _plan_folder(part: MediaPart, max_frames: int) -> ClipPlan:
-    """Frames that lie in a folder as pictures, in the order of their names."""
-    paths = sorted(p for p in Path(part.path or "").iterdir() if p.suffix.lower() in FRAME_SUFFIXES)
+def frame_parts(part: MediaPart) -> Sequence[MediaPart] | None:
+    """The pictures of a clip that is a list or a folder of them, in order; None for any other clip."""
+    if part.frames is not None:
+        return part.frames
+    if part.path is None or not Path(part.path).is_dir():
+        return None
+    paths = sorted(p for p in Path(part.path).iterdir() if p.suffix.lower() in FRAME_SUFFIXES)
     if not paths:
         legal = ", ".join(FRAME_SUFFIXES)
         raise BadRow("media_missing", f"the frame folder {part.label} holds no pictures ({legal})")
-    if part.fps is None and len(paths) > 1:
+    return [MediaPart(kind="image", path=str(path)) for path in paths]
+
+
+def _plan_frames(
+    part: MediaPart, pictures: Sequence[MediaPart], max_frames: int, deadline: Deadline
+) -> ClipPlan:
+    """A clip whose frames are pictures; they share its time."""
+    if part.fps is None and len(pictures) > 1:
         raise BadRow(
             "video_rate",
             f"the frames in {part.label} need their rate: give the clip `fps`, as extracted",
         )
     rate = part.fps or 1.0
-    seconds = np.arange(len(paths)) / rate
-    keep = _span(part, seconds, len(paths) / rate)
+    seconds = np.arange(len(pictures)) / rate
+    keep = _span(part, seconds, len(pictures) / rate)
     chosen = keep[spread(seconds[keep], min(len(keep), max_frames))]
 
     def frames() -> Iterator[np.ndarray]:
         size = None
         for i in chosen:
-            picture = decode_picture(paths[i], str(paths[i]))
+            deadline.check()
+            try:
+                picture = load_picture(pictures[i], deadline)
+            except BadRow as bad:
+                if bad.kind == "timeout":
+                    raise
+                raise BadRow(bad.kind, f"frame {i} of {part.label}: {bad}") from None
             size = size or picture.size
             if picture.size != size:
-                raise BadRow("media_corrupt", f"frame {paths[i]} is {picture.size}, those before it {size}")
+                unlike = f"is {picture.size}, those before it {size}"
+                raise BadRow("media_corrupt", f"frame {i} of {part.label}, {pictures[i].label}, {unlike}")
             yield np.asarray(picture)
 
     rate *= len(chosen) / len(keep)   # every frame unless there were more than `max_frames`

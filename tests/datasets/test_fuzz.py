@@ -135,7 +135,7 @@ def test_any_object_is_a_row_or_a_bad_row(obj: Any) -> None:
     pickle.dumps(row)
     json.dumps(dump_row(row.model_copy(update={"meta": {}})), ensure_ascii=False).encode()
     for part in row.media():
-        assert sum(source is not None for source in (part.path, part.url, part.bytes)) == 1
+        assert sum(source is not None for source in (part.path, part.url, part.bytes, part.frames)) == 1
 
 
 @cases(100)

@@ -183,7 +183,10 @@ def test_spans_of_a_clip() -> None:
         ({"image": ""}, "media_missing", ["image[0]"]),
         ({"image": {"path": None, "bytes": None}}, "media_missing", ["image[0]"]),
         ({"image": b""}, "media_missing", ["0 bytes"]),
-        ({"videos": [["1.jpg", "2.jpg"]]}, "media_source", ["videos[0]", "list"]),
+        ({"images": [["1.jpg", "2.jpg"]]}, "media_source", ["images[0]", "list"]),
+        ({"videos": [["1.jpg", ["2.jpg"]]]}, "media_source", ["videos[0][1]", "list"]),
+        ({"videos": [["1.jpg", ""]]}, "media_missing", ["videos[0][1]", "empty"]),
+        ({"videos": [[]]}, "media_missing", ["videos[0]", "no frames"]),
         ({"image": 7}, "media_missing", ["image[0]", "7"]),
         ({"image": "a.png", "images": ["b.png"]}, "media_source", ["not both"]),
         (
@@ -312,3 +315,24 @@ def test_written_rows_read_back_equal() -> None:
         ]
     )
     assert parse_row(dump_row(call), FOLDER) == call
+
+
+def test_a_clip_may_be_a_list_of_pictures() -> None:
+    data = base64.b64encode(b"jpeg").decode()
+    url = f"data:image/jpeg;base64,{data}"
+    frames = ["a/1.jpg", {"path": "a/2.jpg"}, "https://host/3.jpg", {"bytes": b"4"}, url]
+    row = chat({"type": "video", "video": frames, "fps": 2, "start": 1}, "What happens?")
+    (clip,) = row.media()
+    assert (clip.kind, clip.fps, clip.start, clip.path) == ("video", 2.0, 1.0, None)
+    assert [frame.kind for frame in clip.frames] == ["image"] * 5
+    assert [frame.path for frame in clip.frames[:2]] == [str(FOLDER / "a/1.jpg"), str(FOLDER / "a/2.jpg")]
+    assert clip.frames[2].url == "https://host/3.jpg"
+    assert [frame.bytes for frame in clip.frames[3:]] == [b"4", b"jpeg"]
+    assert "5 frames" in clip.label
+    assert parse_row(dump_row(row), FOLDER) == row
+    for part in ({"type": "video_url", "video_url": {"url": frames}}, {"video": frames}):
+        (same,) = chat({**part, "fps": 2, "start": 1}).media()
+        assert same == clip
+    (first, second) = chat({"type": "video"}, {"type": "video"}, videos=[frames[:2], "b.mp4"]).media()
+    assert first.frames == clip.frames[:2]
+    assert second.path == str(FOLDER / "b.mp4")

@@ -227,3 +227,73 @@ def test_a_file_of_one_frame(tmp_path: Path) -> None:
     clip = load(MediaPart(kind="video", path=str(tmp_path / "one.mp4")))
     assert clip.times.tolist() == [0.0]
     assert clip.frames.shape == (1, 32, 32, 3)
+
+
+def frame_list(folder: Path, count: int, rate: int) -> MediaPart:
+    """The same frames as a list: paths, a file's bytes, an address."""
+    frame_folder(folder, count, rate)
+    paths = sorted(folder.iterdir())
+    frames = [MediaPart(kind="image", path=str(path)) for path in paths]
+    frames[1] = MediaPart(kind="image", bytes=paths[1].read_bytes())
+    frames[2] = MediaPart(kind="image", url=paths[2].as_uri())
+    return MediaPart(kind="video", frames=tuple(frames), fps=rate)
+
+
+def test_a_list_of_frames_is_the_folders_clip(tmp_path: Path) -> None:
+    part = frame_list(tmp_path / "frames", 7, 2)
+    folder = load(MediaPart(kind="video", path=str(tmp_path / "frames"), fps=2.0))
+    clip = load(part, fps=1.0)
+    assert clip.times.tolist() == folder.times.tolist() == [i / 2 for i in range(7)]
+    assert clip.rate == folder.rate == 2.0
+    np.testing.assert_array_equal(clip.frames, folder.frames)
+    span = load(part.model_copy(update={"start": 1.0, "end": 2.0}))
+    assert span.times.tolist() == [1.0, 1.5]
+    np.testing.assert_array_equal(span.frames, clip.frames[2:4])
+    few = load(part, max_frames=3)
+    assert few.times.tolist() == [0.0, 1.5, 3.0]
+    assert few.rate == pytest.approx(2 * 3 / 7)
+
+
+def test_frames_in_another_order_are_another_clip(tmp_path: Path) -> None:
+    part = frame_list(tmp_path / "frames", 4, 2)
+    backwards = load(part.model_copy(update={"frames": part.frames[::-1]}))
+    np.testing.assert_array_equal(backwards.frames, load(part).frames[::-1])
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "words"),
+    [
+        ({"path": "/nowhere.png"}, "media_missing", r"frame 2 of list of 4 frames.*/nowhere\.png"),
+        ({"path": None, "bytes": b"no picture"}, "media_corrupt", "frame 2 of list of 4 frames"),
+    ],
+)
+def test_a_list_is_no_better_than_its_frames(
+    tmp_path: Path, change: dict[str, object], kind: str, words: str
+) -> None:
+    part = frame_list(tmp_path / "frames", 4, 2)
+    frames = list(part.frames)
+    frames[2] = MediaPart(**{"kind": "image", **change})
+    with pytest.raises(BadRow, match=words) as caught:
+        load(part.model_copy(update={"frames": tuple(frames)}))
+    assert caught.value.kind == kind
+    with pytest.raises(BadRow, match="need their rate") as caught:
+        load(part.model_copy(update={"fps": None}))
+    assert caught.value.kind == "video_rate"
+
+
+def test_a_span_of_a_variable_rate(tmp_path: Path) -> None:
+    times = [Fraction(i, 10) for i in range(40)] + [4 + Fraction(i, 30) for i in range(120)]
+    write_clip(tmp_path / "v.mp4", drawn(times), times)
+    clip = load(MediaPart(kind="video", path=str(tmp_path / "v.mp4"), start=3.0, end=5.0, fps=5.0))
+    assert len(clip.times) == 10
+    assert clip.times[0] == pytest.approx(3.0)
+    assert 4.9 < clip.times[-1] < 5.0
+    np.testing.assert_allclose(np.diff(clip.times), 2 / 10, atol=0.11)
+    np.testing.assert_allclose(seen(clip), clip.times, atol=0.06)
+
+
+@pytest.mark.parametrize("count", [2, 3, 5, 7])
+def test_odd_counts_keep_every_frame(tmp_path: Path, count: int) -> None:
+    clip = load(steady(tmp_path / "a.mp4", count, 8), fps=8)
+    assert clip.times.tolist() == [i / 8 for i in range(count)]
+    np.testing.assert_allclose(seen(clip), clip.times, atol=0.06)
