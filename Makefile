@@ -1,4 +1,5 @@
-# Entry points. `make` alone lists them. Every target makes .venv from requirements.lock first if need be.
+# Entry points. `make` alone lists them. A target runs in the image (RUNTIME=docker) or in .venv (RUNTIME=host);
+# either is made first if need be.
 SHELL := bash
 .DEFAULT_GOAL := help
 .SUFFIXES:
@@ -6,16 +7,19 @@ MAKEFLAGS += --no-print-directory --no-builtin-rules
 
 RECIPE ?=
 PRESET ?= auto
-RUNTIME ?= host
+RUNTIME ?= auto
 NGPU ?=
 FRESH ?=
 ARGS ?=
 NAME ?=
 FROM ?=
 RUN ?=
+FLASH_ATTN ?=
+PUSH ?=
+ENGINE ?= docker
 
 PYTHON ?=
-export PRESET NGPU FRESH PYTHON
+export RECIPE PRESET NGPU FRESH ARGS RUN PYTHON FLASH_ATTN PUSH ENGINE
 
 recipes := $(filter-out _%,$(notdir $(patsubst %/launch.sh,%,$(wildcard recipes/*/launch.sh))))
 bin := .venv/bin
@@ -25,8 +29,12 @@ ifneq ($(words $(filter $(recipes),$(RECIPE))),1)
 $(error RECIPE=$(RECIPE): give the name of one recipe: $(recipes))
 endif
 endif
-ifneq ($(RUNTIME),host)
-$(error RUNTIME=$(RUNTIME): not supported yet (legal: host))
+
+# Targets that run in either place. Inside the image they run as on a host whose environment is there.
+in_image := prep train test lint export inspect verify report expected
+ifneq ($(filter setup $(in_image),$(MAKECMDGOALS)),)
+runtime := $(if $(LMMS_IMAGE_COMMIT),host,$(shell ENGINE="$(ENGINE)" tools/runtime.sh "$(RUNTIME)"))
+$(if $(filter-out docker host,$(runtime)),$(error $(runtime)))
 endif
 
 # The run folder that export and report look at: RUN=, or the recipe's newest one.
@@ -35,7 +43,7 @@ run_folder = $(if $(RUN),$(RUN),$(if $(filter smoke full,$(PRESET)),runs/$(RECIP
 # Unset what would let another environment's packages in.
 enter := unset PYTHONHOME VIRTUAL_ENV; export PATH="$(CURDIR)/$(bin):$$PATH"; set -f;
 
-.PHONY: help setup prep train test lint export inspect verify report new-recipe expected
+.PHONY: help setup prep train test lint export inspect verify report new-recipe expected build shell image-check
 
 help: ## list the targets and their options
 	@echo "usage: make <target> [OPTION=value ...]"
@@ -47,10 +55,27 @@ help: ## list the targets and their options
 	@echo "  NGPU=         processes on this node         FRESH=1             move the old run folder aside first"
 	@echo "  RUN=          a run folder (export, report)  default: the recipe's newest one"
 	@echo "  ARGS=\"...\"    passed on, e.g. ARGS=\"trainer_args.max_steps=20\" (train), ARGS=\"--json\" (inspect)"
-	@echo "  RUNTIME=host  where to run; host is the only one for now"
+	@echo "  RUNTIME=docker|host  default: docker if an engine answers and supports the GPU that is there, else host"
+	@echo "  FLASH_ATTN=1  an image with flash-attn       PUSH=<registry>/<name>  push the image (build)"
 
-setup: ## make .venv from requirements.lock if it is missing or stale
-	@tools/setup.sh
+build: ## build the image if the lock or the Dockerfile changed (FLASH_ATTN=1, PUSH=)
+	@tools/image.sh build
+
+shell: ## a shell in the image
+	@tools/image.sh run bash
+
+image-check: ## build the image on a stand-in base and run it, with no engine at hand; root, half an hour
+	@tools/image_check.sh
+
+ifeq ($(runtime),docker)
+$(in_image):
+	@tools/image.sh run make $@
+
+setup: build
+else
+
+setup: ## make .venv from requirements.lock, or the image, if it is missing or stale
+	@$(if $(LMMS_IMAGE_COMMIT),,tools/setup.sh)
 
 prep: setup ## prepare what a recipe needs (RECIPE=; ARGS= are prepare.py's options)
 	@$(enter) python recipes/$(RECIPE)/prepare.py $(if $(findstring --overwrite,$(ARGS)),,--if-missing) $(ARGS)
@@ -82,8 +107,9 @@ verify: setup ## compare every layout of a recipe with one plain process (RECIPE
 report: setup ## write report.html of a run (RECIPE= or RUN=)
 	@$(enter) lmms-engine report "$(run_folder)" $(ARGS)
 
-new-recipe: ## copy a recipe under another name (NAME=, FROM=)
-	@tools/new_recipe.sh "$(NAME)" "$(FROM)"
-
 expected: setup ## run a recipe's smoke preset and record its expected.json (RECIPE=)
 	@$(enter) python tools/expected.py $(RECIPE)
+endif
+
+new-recipe: ## copy a recipe under another name (NAME=, FROM=)
+	@tools/new_recipe.sh "$(NAME)" "$(FROM)"

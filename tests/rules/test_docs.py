@@ -53,7 +53,7 @@ class TestPage:
     def test_make_commands(self, page: Path) -> None:
         makefile = (REPO / "Makefile").read_text()
         targets = set(re.findall(r"^([a-z][a-z-]*):", makefile, flags=re.MULTILINE))
-        options = set(re.findall(r"^([A-Z]+) \?=", makefile, flags=re.MULTILINE))
+        options = set(re.findall(r"^([A-Z_]+) \?=", makefile, flags=re.MULTILINE))
         for words in commands(page.read_text(), "make"):
             for word in words:
                 name, equals, _ = word.partition("=")

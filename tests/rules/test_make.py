@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 TARGETS = ["setup", "prep", "train", "test", "lint", "export", "inspect", "verify"]
-TARGETS += ["report", "new-recipe", "expected", "help"]
+TARGETS += ["report", "new-recipe", "expected", "help", "build", "shell", "image-check"]
 
 
 def run(*command: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
@@ -38,8 +38,8 @@ def test_help_lists_exactly_the_targets(repo: Path) -> None:
         (["train"], "RECIPE=: give the name of one recipe: "),
         (["train", "RECIPE=nope"], "RECIPE=nope: give the name of one recipe: "),
         (["train", "RECIPE=../recipes/qwen3_vl"], "give the name of one recipe: "),
-        (["train", "RECIPE=qwen3_vl", "RUNTIME=docker"], "RUNTIME=docker: not supported yet (legal: host)"),
-        (["test", "RUNTIME=podman"], "RUNTIME=podman: not supported yet (legal: host)"),
+        (["test", "RUNTIME=podman"], "RUNTIME=podman: not known (legal: auto, docker, host)"),
+        (["setup", "RUNTIME=docker", "ENGINE=nope"], "RUNTIME=docker: nope is not installed; or use RUNTIME=host"),
     ],
 )
 def test_refusals_are_one_line(repo: Path, arguments: list[str], said: str) -> None:
