@@ -175,6 +175,7 @@ DATASET: dict[str, Any] = {
     "video_max_frames": Kept(),
     "on_bad_row": Kept(),
     "max_skip_fraction": Kept(),
+    "media_timeout_s": Kept(),
     "num_logical_shards": Kept(),
     "mixture_stop": Kept(),
     "video_min_pixels": Alias(f"{EXTRA}.video_min_pixels"),

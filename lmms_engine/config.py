@@ -113,6 +113,7 @@ class DatasetSection(Section):
     fps: PositiveFloat = 1.0
     video_max_pixels: Positive = 602112
     video_max_frames: Positive = 768
+    media_timeout_s: PositiveFloat = 180.0    # for one picture, clip or sound; beyond it the row is bad
     on_bad_row: Literal["stop", "skip"] = "stop"
     max_skip_fraction: Fraction = 0.05        # with skip: more bad rows than this stop the run
     num_logical_shards: Positive = 32         # the order of the data is a function of it

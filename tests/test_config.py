@@ -100,6 +100,7 @@ class TestDefaults:
                 "video_max_frames": 768,
                 "on_bad_row": "stop",
                 "max_skip_fraction": 0.05,
+                "media_timeout_s": 180.0,
                 "num_logical_shards": 32,
                 "mixture_stop": "all",
             },

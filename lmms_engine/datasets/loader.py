@@ -440,7 +440,9 @@ def _row_policy(dataset: DatasetSection) -> RowPolicy:
     if limit is None or (dataset.packing and limit > dataset.packing_length):
         limit, name = dataset.packing_length, "dataset_config.packing_length"
     most_media = dataset.packing_kwargs.media_units if dataset.packing else None
-    return RowPolicy(dataset.on_bad_row, dataset.overlong, limit, name, most_media)
+    return RowPolicy(
+        dataset.on_bad_row, dataset.overlong, limit, name, most_media, dataset.media_timeout_s
+    )
 
 
 def _identity(job: Job, sources: Sequence[Source], settings: OrderSettings) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from lmms_engine.datasets.cost import media_units
+from lmms_engine.datasets.limits import DEFAULT_SECONDS, media_time_limit
 from lmms_engine.datasets.encoded import EncodedRow
 from lmms_engine.datasets.order import Address, Order, OrderSettings, rng
 from lmms_engine.datasets.pack import Packer
@@ -41,6 +42,7 @@ class RowPolicy:
     limit: int          # most tokens of a row
     limit_name: str     # the setting it comes from
     media_limit: int | None = None  # most media units of a row, `packing_kwargs.media_units`
+    media_timeout: float = DEFAULT_SECONDS  # of each picture, clip and sound
 
 
 @dataclass(frozen=True)
@@ -278,6 +280,7 @@ class ShardStream:
             else:
                 row = parse_row(raw, source.folder(at.shard))
                 ref = ref if row.id is None else ref._replace(id=row.id)
+                with media_time_limit(self._policy.media_timeout):
                 sample = self._processor(row, ref)
         except BadRow as bad:
             if bad.kind == "overlong":
