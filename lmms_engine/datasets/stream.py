@@ -281,7 +281,7 @@ class ShardStream:
                 row = parse_row(raw, source.folder(at.shard))
                 ref = ref if row.id is None else ref._replace(id=row.id)
                 with media_time_limit(self._policy.media_timeout):
-                sample = self._processor(row, ref)
+                    sample = self._processor(row, ref)
         except BadRow as bad:
             if bad.kind == "overlong":
                 return self._too_long(ref, source.place(at.shard, at.row), str(bad))
