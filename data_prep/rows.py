@@ -21,6 +21,8 @@ from lmms_engine.datasets.sources import Raw, Source, open_source
 from lmms_engine.errors import UserError
 
 CHUNK_ROWS = 64
+MOST_PARTS = 1024   # that a set is cut into, until a part has so many rows:
+PART_ROWS = 4096
 
 T = TypeVar("T")
 Work = TypeVar("Work")
@@ -50,6 +52,20 @@ def chunks_of(source: Source) -> Iterator[Chunk]:
         step = CHUNK_ROWS if source.random_access else max(total, 1)
         for start in range(0, total, step):
             yield Chunk(shard, start, min(start + step, total))
+
+
+def parts_of(source: Source) -> list[list[Chunk]]:
+    """All rows in order, in runs of neighbouring chunks: a function of the source alone."""
+    size = min(max(-(-(source.num_rows or 0) // MOST_PARTS), CHUNK_ROWS), PART_ROWS)
+    parts: list[list[Chunk]] = []
+    rows = size
+    for chunk in chunks_of(source):
+        if rows >= size:
+            parts.append([])
+            rows = 0
+        parts[-1].append(chunk)
+        rows += chunk.stop - chunk.start
+    return parts
 
 
 def rows_of(source: Source, chunk: Chunk) -> Iterator[tuple[int, Raw]]:

@@ -10,16 +10,30 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Annotated, NamedTuple, TextIO
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any, NamedTuple, TextIO
 
 import typer
 
+from data_prep.executors import (
+    Cluster,
+    ExecutorOption,
+    MemoryOption,
+    PartitionOption,
+    SbatchOption,
+    TasksOption,
+    TimeOption,
+    submit,
+)
 from data_prep.lengths import Tokens
-from data_prep.rows import Chunk, chunks_of, in_order, open_data, placed, progress_bar, rows_of
+from data_prep.parts import alone, joined, put, stamp, work_folder
+from data_prep.rows import Chunk, open_data, parts_of, placed, rows_of
 from data_prep.write import portable, whole_text
 from lmms_engine.datasets.schema import MediaPart, Message, Row, parse_row
 from lmms_engine.datasets.sources import Raw, Source
@@ -182,35 +196,74 @@ class Report:
                 examples.append(fault)
 
 
-def check_data(
-    source: Source,
-    checker: Checker,
-    *,
-    workers: int = 1,
-    fix: Path | None = None,
-    listing: Path | None = None,
-) -> Report:
-    """Looks at every row. fix: a JSONL file for the good rows; listing: one for the faults.
+@dataclass
+class Checking:
+    """Checks a set part by part; satisfies Work and, as its only one, Stage.
 
-    Both are written beside their place and appear when they are whole, so that the same call again does the
-    same work again and gives the same bytes.
+    folder: where the parts lie. fix: the JSONL file for the good rows; listing: the one for the faults.
     """
-    report = Report()
-    with ExitStack() as stack:
-        good = stack.enter_context(whole_text(fix)) if fix else None
-        bad = stack.enter_context(whole_text(listing)) if listing else None
-        advance = stack.enter_context(progress_bar("checking", source.num_rows))
-        for chunk, result in in_order(checker, chunks_of(source), workers):
-            report.add(result)
-            advance(chunk.stop - chunk.start)
-            if bad is not None:
-                for fault in result.faults:
-                    bad.write(json.dumps(fault._asdict(), ensure_ascii=False) + "\n")
-            if good is not None:
-                _copy(source, chunk, {fault.row for fault in result.faults}, good, fix.resolve().parent)
-        if good is not None and report.rows == report.bad_rows:
-            raise UserError(f"no row is good: {fix} is not written")
-    return report
+
+    checker: Checker
+    folder: Path
+    fix: Path | None
+    listing: Path | None
+    title = "checking"
+
+    @property
+    def stages(self) -> list[Checking]:
+        """Itself."""
+        return [self]
+
+    @cached_property
+    def parts(self) -> list[list[Chunk]]:
+        """The chunks of each part."""
+        return parts_of(self.checker.source)
+
+    def count(self) -> int:
+        """Number of parts."""
+        return len(self.parts)
+
+    def make(self, number: int) -> None:
+        """The result of a part as JSON, written last, and its good rows."""
+        if (self.folder / _name(number, "json")).is_file():
+            return
+        results = [(chunk, self.checker(chunk)) for chunk in self.parts[number]]
+        if self.fix is not None:
+            folder = self.fix.resolve().parent
+            with put(self.folder, _name(number, "jsonl")) as path, open(path, "w", encoding="utf-8") as good:
+                for chunk, result in results:
+                    leave = {fault.row for fault in result.faults}
+                    _copy(self.checker.source, chunk, leave, good, folder)
+        found = [[result.rows, result.faults] for _, result in results]
+        with put(self.folder, _name(number, "json")) as path:
+            path.write_text(json.dumps(found), encoding="utf-8")
+
+    def finish(self) -> Report:
+        """Writes both files and adds everything up."""
+        report = Report()
+        with ExitStack() as stack:
+            bad = stack.enter_context(whole_text(self.listing)) if self.listing else None
+            for number in range(self.count()):
+                text = (self.folder / _name(number, "json")).read_text(encoding="utf-8")
+                for rows, faults in json.loads(text):
+                    result = Result(rows, [Fault(*fault) for fault in faults])
+                    report.add(result)
+                    if bad is not None:
+                        for fault in result.faults:
+                            bad.write(json.dumps(fault._asdict(), ensure_ascii=False) + "\n")
+        if self.fix is not None and report.rows > report.bad_rows:
+            joined(self.folder, [_name(n, "jsonl") for n in range(self.count())], self.fix)
+        shutil.rmtree(self.folder)
+        if self.fix is not None and report.rows == report.bad_rows:
+            raise UserError(f"no row is good: {self.fix} is not written")
+        print_report(report)
+        if self.fix is not None:
+            print(f"wrote: {self.fix} ({report.rows - report.bad_rows} rows)")
+        return report
+
+
+def _name(number: int, ending: str) -> str:
+    return f"part-{number:06d}.{ending}"
 
 
 def _copy(source: Source, chunk: Chunk, leave: set[int], out: TextIO, folder: Path) -> None:
@@ -218,6 +271,17 @@ def _copy(source: Source, chunk: Chunk, leave: set[int], out: TextIO, folder: Pa
         if number not in leave:
             row = parse_row(raw, source.folder(chunk.shard))
             out.write(json.dumps(portable(row, folder), ensure_ascii=False) + "\n")
+
+
+def _key(data: Path, source: Source, checker: Checker, fix: Path | None) -> dict[str, Any]:
+    """What the parts depend on."""
+    tokens = checker.tokens
+    return {
+        "data": [source.fingerprint, str(source.folder(0)), stamp(data)],
+        "processor": None if tokens is None else [tokens.kind, stamp(tokens.folder)],
+        "max_length": checker.max_length,
+        "fix": None if fix is None else str(fix.resolve()),
+    }
 
 
 def print_report(report: Report) -> None:
@@ -255,11 +319,18 @@ def validate(
     fix: Annotated[Path | None, typer.Option(help="Write the good rows to this JSONL file.")] = None,
     report: Annotated[Path | None, typer.Option(help="Write every fault to this JSONL file.")] = None,
     workers: Annotated[int, typer.Option(min=1, help="Processes that decode media.")] = 1,
+    executor: ExecutorOption = "processes",
+    tasks: TasksOption = 1,
+    partition: PartitionOption = None,
+    time: TimeOption = "24:00:00",
+    mem_gb: MemoryOption = 4,
+    sbatch: SbatchOption = None,
 ) -> None:
     """Check every row and open every medium; the exit code is 1 if there are faults.
 
     Rows are read as training reads them. Faults are listed by kind with the address of their rows. `--fix`
     writes a copy without the faulty rows; media under its folder get relative paths, others absolute ones.
+    With `--fix` or `--report` a call that was cut off is repeated and goes on where it was.
 
     Examples:
 
@@ -268,6 +339,8 @@ def validate(
         data-prep validate data/mine --processor data/shapes/processor/qwen3_vl --max-length 4096
 
         data-prep validate data/mine/train.parquet --fix data/mine/clean.jsonl --workers 8
+
+        data-prep validate data/mine --report faults.jsonl --executor slurm --tasks 200 --partition cpu
     """
     if processor is None and (max_length is not None or processor_type is not None):
         name = "--max-length" if max_length is not None else "--processor-type"
@@ -276,13 +349,20 @@ def validate(
         raise UserError(f"--fix {fix}: the copy is JSONL; give a name that ends in .jsonl")
     if fix is not None and fix.resolve() == data.resolve():
         raise UserError(f"--fix {fix}: the copy needs another name than the data")
+    cluster = Cluster(executor, tasks, partition, time, mem_gb, sbatch or [])
+    out = fix or report
+    if executor != "processes" and out is None:
+        raise UserError(f"--executor {executor} needs --report or --fix: what the tasks find lies beside it")
     source = open_data(data, data_folder)
-    tokens = None if processor is None else Tokens(processor, processor_type)
-    result = check_data(
-        source, Checker(source, tokens, max_length), workers=workers, fix=fix, listing=report
-    )
-    print_report(result)
-    if fix is not None:
-        print(f"wrote: {fix} ({result.rows - result.bad_rows} rows)")
-    if result.counts:
+    tokens = None if processor is None else Tokens(processor.resolve(), processor_type)
+    checker = Checker(source, tokens, max_length)
+    with ExitStack() as stack:
+        if out is None:
+            folder = Path(stack.enter_context(TemporaryDirectory()))
+        else:
+            stack.enter_context(alone(out))
+            folder = work_folder(out, _key(data, source, checker, fix))
+        work = Checking(checker, folder, fix and fix.resolve(), report and report.resolve())
+        result = submit(work, out or folder, cluster, workers)
+    if result is not None and result.counts:
         raise typer.Exit(1)

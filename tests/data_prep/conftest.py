@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
+import signal
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -26,3 +30,31 @@ def rows(sample: Path) -> dict[str, list[dict[str, Any]]]:
         path.stem: [json.loads(line) for line in path.read_text().splitlines()]
         for path in sorted(sample.glob("*.jsonl"))
     }
+
+
+@pytest.fixture
+def killed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """`killed(arguments, parts, count)`: runs the command in a process and kills it (`kill -9`) as soon
+    as the folder `parts` holds `count` finished files. Gives how many it held in the end.
+
+    Sets are cut into parts of 8 rows, so that small ones have several.
+    """
+    monkeypatch.setattr("data_prep.rows.CHUNK_ROWS", 8)
+
+    def run(arguments: list[object], parts: Path, count: int) -> int:
+        from data_prep.cli import app
+
+        def done() -> int:
+            return len(list(parts.rglob("part-*")))
+
+        process = multiprocessing.get_context("fork").Process(target=app, args=([*map(str, arguments)],))
+        process.start()
+        deadline = time.monotonic() + 60
+        while process.is_alive() and done() < count and time.monotonic() < deadline:
+            time.sleep(0.001)
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+        assert process.exitcode == -signal.SIGKILL, "it was done before it could be killed"
+        return done()
+
+    return run

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +125,7 @@ def test_fix_writes_the_good_rows_and_again_the_same_bytes(folder: Path) -> None
     elsewhere = folder / "other" / "clean.jsonl"
     run(path, "--fix", elsewhere)
     assert run(elsewhere).exit_code == 0
-    assert not list(folder.rglob("*.partial"))
+    assert not [*folder.rglob("*.partial"), *folder.rglob("*.parts")]
 
 
 def test_pictures_inside_parquet_are_opened(folder: Path) -> None:
@@ -193,6 +194,39 @@ def test_nothing_good_leaves_no_copy(folder: Path) -> None:
     result = run(path, "--fix", folder / "clean.jsonl")
     assert (result.exit_code, "no row is good" in result.stderr) == (1, True)
     assert not (folder / "clean.jsonl").exists()
+
+
+def test_killed_at_any_instant_it_goes_on_to_the_same_bytes(
+    folder: Path, killed: Callable[..., int]
+) -> None:
+    rows = [chat(str(n), image("cut.jpg" if n % 9 == 0 else "good.jpg")) for n in range(60)]
+    path = write(folder / "rows.jsonl", rows)
+    clean, faults = folder / "clean.jsonl", folder / "faults.jsonl"
+    arguments = (path, "--fix", clean, "--report", faults)
+    run(*arguments)
+    whole = clean.read_bytes(), faults.read_bytes()
+    clean.unlink()
+    parts = folder / ".clean.jsonl.parts"
+    for count in (1, 4, 9):   # two files a part, so also between them
+        assert killed(["validate", *arguments], parts, count) >= count
+        assert not clean.exists()
+    done = sorted(parts.glob("part-*.json"))
+    seen = {file: file.stat().st_mtime_ns for file in done}
+    assert killed(["validate", *arguments], parts, len(list(parts.glob("part-*"))) + 1)
+    assert {file: file.stat().st_mtime_ns for file in done} == seen   # not done again
+    assert "60 rows, 7 with faults" in run(*arguments).stdout
+    assert (clean.read_bytes(), faults.read_bytes()) == whole
+    assert not parts.exists()
+
+
+def test_what_was_found_in_other_rows_is_not_taken_over(folder: Path, killed: Callable[..., int]) -> None:
+    rows = [chat(str(n), image("cut.jpg")) for n in range(40)]
+    path, faults = write(folder / "rows.jsonl", rows), folder / "faults.jsonl"
+    killed(["validate", path, "--report", faults], folder / ".faults.jsonl.parts", 2)
+    text = path.read_text()
+    path.write_text(text.replace("cut.jpg", "good.jpg"))
+    assert run(path, "--report", faults).stdout == "40 rows, 0 with faults\n"
+    assert faults.read_text() == ""
 
 
 def test_help_has_an_example() -> None:

@@ -44,6 +44,7 @@ OPTIONAL: dict[str, tuple[str, ...]] = {
     "deepspeed": ("lmms_engine/train/backend/deepspeed.py",),
     "fla": ("lmms_engine/kernels/linear_attention.py", "lmms_engine/models/linear_attention/"),
     "wandb": ("lmms_engine/train/tracker.py",),
+    "datatrove": ("data_prep/executors.py",),
 }
 # Modules inside transformers, whose names may change with any release.
 PRIVATE_TRANSFORMERS = (
