@@ -64,7 +64,7 @@ build: ## build the image if the lock or the Dockerfile changed (FLASH_ATTN=1, P
 shell: ## a shell in the image
 	@tools/image.sh run bash
 
-image-check: ## build the image on a stand-in base and run it, with no engine at hand; root, half an hour
+image-check: setup ## build the image on a stand-in base and run it, with no engine at hand; root, half an hour
 	@tools/image_check.sh
 
 ifeq ($(runtime),docker)

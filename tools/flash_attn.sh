@@ -66,5 +66,4 @@ chmod +x "$scratch/bin/ninja"
 start=$SECONDS
 (cd "$scratch/source" && PATH=$scratch/bin:$PATH python setup.py build_ext >"$out/log.txt" 2>&1) || true
 [[ -s $out/$kernel.o ]] || fail "$kernel.cu did not compile; see $out/log.txt"
-say "$kernel.cu compiled in $((SECONDS - start)) s: $out/$kernel.o"
-"${nvcc%nvcc}cuobjdump" --list-elf "$out/$kernel.o"
+say "$kernel.cu compiled in $((SECONDS - start)) s for $(grep -aoE 'arch sm_[0-9]+' "$out/$kernel.o" | sort -u | paste -sd ' '): $out/$kernel.o"

@@ -1,0 +1,121 @@
+#!/usr/bin/env bash
+# Build the whole Dockerfile on a stand-in base and run what is in it, on a machine without a container engine.
+# Usage: make image-check     Needs root, podman, debootstrap, 30 GB of disk and a network; half an hour on two cores.
+# Environment: BASE_IMAGE (default: Debian bookworm, made by debootstrap), KERNEL=1 (also compile one kernel file of
+#   flash-attn), DEBIAN_MIRROR, BUILD_OPTIONS (for podman build), KEEP=1 (leave the image).
+# Looks at the committed state. The outcome goes to docs/image.md if all of it passed.
+set -euo pipefail
+repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+base=${BASE_IMAGE:-localhost/standin:bookworm}
+say() { printf '\nimage-check: %s\n' "$*" >&2; }
+fail() {
+    say "$*"
+    exit 2
+}
+((EUID == 0)) || fail "needs root, to make the stand-in base and to enter it: sudo make image-check"
+for tool in podman debootstrap unshare; do
+    command -v "$tool" >/dev/null || fail "no $tool: apt-get install podman buildah debootstrap util-linux"
+done
+work=$(mktemp -d "${TMPDIR:-/var/tmp}/image-check-XXXXXX")
+trap 'rm -rf "$work"' EXIT
+
+make_base() {
+    podman image exists "$base" && return
+    [[ -z ${BASE_IMAGE:-} ]] || fail "BASE_IMAGE=$base: podman has no such image"
+    say "making $base"
+    debootstrap --variant=minbase --include=ca-certificates bookworm "$work/root" ${DEBIAN_MIRROR:+"$DEBIAN_MIRROR"} >"$work/log" ||
+        fail "debootstrap: $(tail -n 1 "$work/log")"
+    tar -C "$work/root" -c . | podman import --quiet - "$base" >/dev/null
+    rm -rf "$work/root"
+}
+
+# How this machine reaches its package sources, if it has settings of its own.
+machine_options() {
+    local file
+    printf 'native-tls = true\n' >"$work/uv.toml"
+    printf -- '--volume=%s:/etc/uv/uv.toml:ro ' "$work/uv.toml"
+    for file in /etc/ssl/certs/ca-certificates.crt /etc/pip.conf; do
+        if [[ -f $file ]]; then printf -- '--volume=%s:%s:ro ' "$file" "$file"; fi
+    done
+    printf '%s' "${BUILD_OPTIONS:-}"
+}
+
+results=()
+check() { # $1: what is shown; the rest: a command, run in the stranger's clone
+    local what=$1 start=$SECONDS
+    shift
+    say "$what"
+    chown -R 1000:1000 "$work/clone" # the user of compose.yaml
+    if (cd "$work/clone" && "$@") >"$work/out" 2>&1; then
+        results+=("| $what | passed | $((SECONDS - start)) s |")
+    else
+        tail -n 30 "$work/out" >&2
+        results+=("| $what | **failed** | $((SECONDS - start)) s |")
+    fi
+    tail -n 3 "$work/out" >&2
+}
+
+smoke() { # the image alone: nothing mounted but empty volumes, a user without a name, a root that cannot be written
+    mkdir -p "$work/volumes"/{data,runs,cache}
+    chown -R 4321:4321 "$work/volumes"
+    docker run --rm --read-only --tmpfs /tmp:exec --user 4321:4321 --env PRESET=smoke --env NGPU=1 \
+        --volume "$work/volumes/data:/app/data" --volume "$work/volumes/runs:/app/runs" \
+        --volume "$work/volumes/cache:/cache" lmms-engine:local recipes/qwen3_vl/launch.sh
+}
+again() { smoke | grep -q 'finished at step'; }
+read_only() { ! docker run --rm --read-only --tmpfs /tmp lmms-engine:local touch /app/new /opt/venv/new /etc/new; }
+imports() { docker run --rm --user 4321:4321 lmms-engine:local python -c 'import deepspeed, fla, liger_kernel, torch, wandb'; }
+# doctor ends with 1 when it warns of a part that only a GPU machine has; 2 is its word for a broken one.
+doctor() { docker run --rm --user 4321:4321 lmms-engine:local lmms-engine doctor; }
+test_stage() { docker build --build-arg "BASE_IMAGE=$base" --target test --tag lmms-engine:test . && docker run --rm --tmpfs /tmp lmms-engine:test python -m pytest -q -p no:cacheprovider tests/test_config.py; }
+kernel() { # in the built root: its compiler and its torch, with this machine's nvcc
+    docker run --rm --tmpfs /tmp:exec --env TORCH_CUDA_ARCH_LIST=9.0 --env PIP_CACHE_DIR=/tmp/pip --volume "${CUDA_HOME:-/usr/local/cuda}:/usr/local/cuda" \
+        lmms-engine:local tools/flash_attn.sh kernel /tmp/kernel
+}
+
+serves() { # $1: a command that answers on a port until it is stopped
+    timeout 60 bash -c "$1" && return 1
+    [[ $? == 124 ]] && grep -q 'http://' "$work/out"
+}
+container_commands() { # the fenced lines of README's section
+    awk '/^## /{ inside = /^## In a container/ } inside && /^```/{ fenced = !fenced; next } inside && fenced' "$work/clone/README.md"
+}
+
+make_base
+say "cloning"
+export GIT_CONFIG_COUNT=1 GIT_CONFIG_KEY_0=safe.directory GIT_CONFIG_VALUE_0='*'
+git clone --quiet --no-hardlinks "$repo" "$work/clone"
+mkdir "$work/bin"
+printf '#!/bin/sh\nexec %q %q "$@"\n' "$repo/.venv/bin/python" "$repo/tools/chroot_engine.py" >"$work/bin/docker"
+chmod +x "$work/bin/docker"
+export PATH=$work/bin:$PATH HOME=$work/home BASE_IMAGE=$base
+mkdir "$HOME"
+BUILD_OPTIONS=$(machine_options)
+export BUILD_OPTIONS
+
+check "\`make build\`: every stage of the Dockerfile, hashes checked" make build
+if podman image exists lmms-engine:local; then
+    check "the image's own engine: smoke training of qwen3_vl, uid 4321, read-only, no network" smoke
+    check "the same again: finished already" again
+    check "nothing outside the volumes can be written" read_only
+    check "deepspeed, flash-linear-attention, Liger and wandb import" imports
+    if "$repo/.venv/bin/lmms-engine" --help | grep -q doctor; then check "\`lmms-engine doctor\`" doctor; fi
+    check "target \`test\` holds the suite" test_stage
+    while IFS= read -r line; do
+        if [[ $line == *" up "* ]]; then check "README: \`${line%%  *}\`" serves "$line"; else check "README: \`${line%%  *}\`" bash -c "$line"; fi
+    done < <(container_commands)
+    if [[ ${KERNEL:-0} == 1 ]]; then check "one flash-attn kernel for sm_90" kernel; fi
+    size=$(podman image inspect --format '{{.Size}}' lmms-engine:local)
+fi
+printf '%s\n' "${results[@]}"
+if [[ ${results[*]} == *failed* || -z ${size:-} ]]; then fail "not all of it passed; docs/image.md is left as it was"; fi
+{
+    printf 'Last outcome: %s, commit %s, base %s, %s GB without the base.\n\n' "$(date -u +%F)" \
+        "$(git -C "$work/clone" rev-parse --short HEAD)" "${base#localhost/}" "$(((size + 500000000) / 1000000000))"
+    printf '| check | outcome | time |\n| --- | --- | --- |\n'
+    printf '%s\n' "${results[@]}"
+} >"$work/outcome.md"
+sed -i -e "/^<!-- image-check -->/,/^<!-- end -->/{ /^<!-- image-check -->/r $work/outcome.md
+/^<!--/!d }" "$repo/docs/image.md"
+if [[ ${KEEP:-0} != 1 ]]; then podman image rm --force lmms-engine:test lmms-engine:local >/dev/null; fi
+say "all passed; docs/image.md has the outcome"
