@@ -16,7 +16,7 @@ BASE = (
     "config",
     "plugins",
 )  # config*: config.py and the files it is split into
-SHARED_MODELS = ("models.spec", "models.flops", "models.hf", "models.tiny")
+SHARED_MODELS = ("models.spec", "models.flops", "models.hf", "models.build", "models.tiny")
 
 # Package or module of lmms_engine -> what of lmms_engine it may import. The first match counts.
 # Imports for type checkers alone are exempt: they make no dependency at run time.
@@ -32,7 +32,7 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
 )
 FAMILY = (*BASE, "datasets", "kernels", *SHARED_MODELS)  # models/<m>, besides its own folder
 TOP = ("commands", "cli", "launch", "__main__")  # these may import everything
-DATA_PREP = ("errors", "registry", "segments", "datasets", "models.spec", "config")
+DATA_PREP = ("errors", "registry", "segments", "datasets", "models.spec", "models.build", "config")
 
 # Third-party packages that the lowest layer may use.
 BASE_THIRD_PARTY = {"pydantic", "yaml", "torch"}
