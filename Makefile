@@ -31,7 +31,7 @@ endif
 endif
 
 # Targets that run in either place. Inside the image they run as on a host whose environment is there.
-in_image := prep train test lint export inspect verify report expected
+in_image := prep train test lint export inspect verify report doctor expected
 ifneq ($(filter setup $(in_image),$(MAKECMDGOALS)),)
 runtime := $(if $(LMMS_IMAGE_COMMIT),host,$(shell ENGINE="$(ENGINE)" tools/runtime.sh "$(RUNTIME)"))
 $(if $(filter-out docker host,$(runtime)),$(error $(runtime)))
@@ -43,7 +43,7 @@ run_folder = $(if $(RUN),$(RUN),$(if $(filter smoke full,$(PRESET)),runs/$(RECIP
 # Unset what would let another environment's packages in.
 enter := unset PYTHONHOME VIRTUAL_ENV; export PATH="$(CURDIR)/$(bin):$$PATH"; set -f;
 
-.PHONY: help setup prep train test lint export inspect verify report new-recipe expected build shell image-check
+.PHONY: help setup prep train test lint export inspect verify report doctor new-recipe expected build shell image-check
 
 help: ## list the targets and their options
 	@echo "usage: make <target> [OPTION=value ...]"
@@ -106,6 +106,9 @@ verify: setup ## compare every layout of a recipe with one plain process (RECIPE
 
 report: setup ## write report.html of a run (RECIPE= or RUN=)
 	@$(enter) lmms-engine report "$(run_folder)" $(ARGS)
+
+doctor: setup ## check this machine and say what to do (ARGS="--json")
+	@$(enter) lmms-engine doctor $(ARGS)
 
 expected: setup ## run a recipe's smoke preset and record its expected.json (RECIPE=)
 	@$(enter) python tools/expected.py $(RECIPE)

@@ -4,6 +4,7 @@ lmms-engine inspect --config recipes/qwen3_vl/config.yaml
 lmms-engine export runs/qwen3_vl-smoke
 lmms-engine report runs/qwen3_vl-smoke
 lmms-engine verify --config recipes/qwen3_vl/config.yaml --config recipes/qwen3_vl/smoke.yaml
+lmms-engine doctor
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ VERBS = {
     "inspect": "Show the batches that a rank would train on (supervised text is coloured).",
     "export": "Write a checkpoint as a folder that transformers' from_pretrained and AutoProcessor open.",
     "verify": "Compare every layout with one plain process, and write the certificate.",
+    "doctor": "Check the machine: packages, driver, GPUs, kernels, limits, disks; and say what to do.",
     "report": "Write report.html: curves, settings, samples; one file that needs no network.",
 }
 for _name, _summary in VERBS.items():

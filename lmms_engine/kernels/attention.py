@@ -94,11 +94,11 @@ def resolve(name: str, device: torch.device, dtype: torch.dtype = torch.bfloat16
     asked = ALIASES.get(name, name)
     backend, reason = _choose(device, dtype) if asked == "auto" else (asked, "as asked")
     ATTENTION.get(backend)   # an unknown name raises with the legal ones
-    problem = _unusable(backend, device, dtype)
+    problem = unusable(backend, device, dtype)
     if problem:
         raise UserError(
             f"model_config.attn_implementation={name}: {problem} "
-            f"(legal here: auto, {', '.join(b for b in ATTENTION if not _unusable(b, device, dtype))})"
+            f"(legal here: auto, {', '.join(b for b in ATTENTION if not unusable(b, device, dtype))})"
         )
     log.info("attention: %s on %s (%s)", backend, device.type, reason)
     return backend
@@ -109,12 +109,12 @@ def _choose(device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
         return "sdpa", "the one backend with a backward on this device"
     if dtype not in (torch.bfloat16, torch.float16):
         return "sdpa", f"flash kernels take no {dtype}"
-    if not _unusable("flash_attn", device, dtype):
+    if not unusable("flash_attn", device, dtype):
         return "flash_attn", "the package is installed"
     return "varlen", "torch's own kernel; the flash_attn package is not installed"
 
 
-def _unusable(backend: str, device: torch.device, dtype: torch.dtype) -> str:
+def unusable(backend: str, device: torch.device, dtype: torch.dtype) -> str:
     """Why a backend cannot train on this device, or an empty string."""
     if backend == "sdpa":
         return ""

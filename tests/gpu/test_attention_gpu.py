@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lmms_engine.kernels.attention import ATTENTION, _unusable, attend, resolve
+from lmms_engine.kernels.attention import ATTENTION, attend, resolve, unusable
 from lmms_engine.segments import Segments
 
 pytestmark = pytest.mark.gpu
@@ -36,7 +36,7 @@ def run(backend: str, qkv: list[Tensor], segments: Segments, window: int | None)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("backend", ["flash_attn", "varlen", "flex", "sdpa"])
 def test_backend_equals_float32(backend: str, shape: tuple[int, int, int], case: str) -> None:
-    if reason := _unusable(backend, GPU, torch.bfloat16):
+    if reason := unusable(backend, GPU, torch.bfloat16):
         pytest.skip(reason)
     segments = Segments.from_lengths(LENGTHS, causal=case != "full").to(GPU)
     if case == "spans":

@@ -81,7 +81,7 @@ def test_whole_models(family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_backends_in_whole_models(family: str, backend: str) -> None:
     """bf16 on the GPU against float32 sdpa on the CPU; packed rows must stay apart."""
-    if reason := attention._unusable(backend, GPU, torch.bfloat16):
+    if reason := attention.unusable(backend, GPU, torch.bfloat16):
         pytest.skip(reason)
     spec = MODELS.get(family)
     on_cpu, samples = build(family)
