@@ -241,6 +241,7 @@ class EncodedSource:
 
     random_access = True
     streamed = False
+    slotted = False
 
     def __init__(self, entry: DatasetEntry, name: str) -> None:
         self.path = Path(entry.path)
@@ -288,6 +289,9 @@ class EncodedSource:
 
     def shard_rows(self, shard: int) -> int:
         return self._counts[shard]
+
+    def run_rows(self, shard: int) -> int:
+        return 1
 
     def folder(self, shard: int) -> Path:
         return self.path.absolute()

@@ -56,13 +56,13 @@ class RowIndex:
         return {key: value for key, value in self.__dict__.items() if key != "_at"}
 
 
-def index_lines(stream: BinaryIO) -> RowIndex:
+def index_lines(stream: BinaryIO, most: int | None = None) -> RowIndex:
     """Rows are lines, cut at the byte 0x0A and nowhere else: other line separators are legal inside JSON
-    strings."""
+    strings. most: how many are wanted; nothing is read beyond the block that holds the last of them."""
     starts, numbers = [0], [0]
     offset = lines = 0
     last = b""
-    while block := stream.read(BLOCK_BYTES):
+    while (most is None or lines < most) and (block := stream.read(BLOCK_BYTES)):
         ends = np.flatnonzero(np.frombuffer(block, dtype=np.uint8) == 10) + 1
         if len(ends):
             # First line start at or after each multiple of the stride.
@@ -74,6 +74,7 @@ def index_lines(stream: BinaryIO) -> RowIndex:
         lines += len(ends)
         last = block[-1:]
     count = lines + (1 if last not in (b"", b"\n") else 0)
+    count = count if most is None else min(count, most)
     return RowIndex(np.array(starts, dtype=np.int64), np.array(numbers, dtype=np.int64), count)
 
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from lmms_engine.datasets.cost import media_units
-from lmms_engine.datasets.limits import DEFAULT_SECONDS, media_time_limit
 from lmms_engine.datasets.encoded import EncodedRow
+from lmms_engine.datasets.limits import DEFAULT_SECONDS, media_time_limit
 from lmms_engine.datasets.order import Address, Order, OrderSettings, rng
 from lmms_engine.datasets.pack import Packer
 from lmms_engine.datasets.sample import Sample
@@ -24,6 +24,8 @@ from lmms_engine.segments import RowRef
 
 if TYPE_CHECKING:
     from lmms_engine.datasets.processor import Processor
+
+Rows = list[tuple[Address, Raw | None]]  # at one place of the order: a row, or those of a slot
 
 STREAM_WINDOW_ROWS = 256
 REPORT_ROWS = 64  # a shard that gives no pack for this many rows reports its skips all the same
@@ -60,9 +62,9 @@ class Position:
     """Where a shard stands. JSON-able through `state` and `from_state`."""
 
     epoch: int = 0
-    taken: int = 0  # rows of the epoch taken from the order
+    taken: int = 0  # rows of the epoch taken from the order; slots, where a source is slotted
     packs: int = 0  # packs given in the epoch
-    seen: int = 0  # rows taken in all epochs
+    seen: int = 0  # rows read in all epochs
     bad: int = 0  # of these, rows that could not be used
     overlong: int = 0  # of these, rows that were too long
     ended: bool = False  # the epoch's rows are all given
@@ -84,6 +86,15 @@ class Position:
 def one_line(error: BaseException) -> str:
     """An exception as one line: its type and message."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def _runs(numbers: list[int]) -> Iterator[tuple[int, int]]:
+    """(first, last + 1) of the stretches of consecutive numbers."""
+    first = 0
+    for i in range(1, len(numbers) + 1):
+        if i == len(numbers) or numbers[i] != numbers[i - 1] + 1:
+            yield numbers[first], numbers[i - 1] + 1
+            first = i
 
 
 def waiting(state: dict[str, Any]) -> int:
@@ -142,7 +153,7 @@ class ShardStream:
         self._position = Position() if state is None else Position.from_state(state)
         self._numbers = {source.name: i for i, source in enumerate(self._sources)}
         self._skipped: list[SkipRecord] = []
-        self._rows: Iterator[tuple[Address, Raw | None]] | None = None
+        self._rows: Iterator[Rows] | None = None
         if state is not None:
             given = self._position.packs + len(self._position.ready)
             bins = [[self._reread(a) for a in pack] for pack in self._position.bins]
@@ -178,11 +189,12 @@ class ShardStream:
                 position.ended = not self._ready
                 break
             position.taken += 1
-            position.seen += 1
             silent += 1
-            sample = self._sample(*item)
-            if sample is not None:
-                self._ready = self._packer.add(sample)
+            for at, raw in item:
+                position.seen += 1
+                sample = self._sample(at, raw)
+                if sample is not None:
+                    self._ready += self._packer.add(sample)
         samples = self._ready.pop(0) if self._ready else None
         if samples is not None:
             position.packs += 1
@@ -199,10 +211,10 @@ class ShardStream:
 
     # Reading -----------------------------------------------------------------------------------------
 
-    def _read_from(self, position: int) -> Iterator[tuple[Address, Raw | None]]:
+    def _read_from(self, position: int) -> Iterator[Rows]:
         """Rows of the epoch from `position` on, in order."""
         if self._orders.streamed:
-            yield from self._read_stream(position)
+            yield from ([row] for row in self._read_stream(position))
             return
         order = self._orders.of(self._position.epoch)
         total = order.shard_rows(self.shard)
@@ -212,22 +224,31 @@ class ShardStream:
             yield from self._fetch(addresses)
             position += len(addresses)
 
-    def _fetch(self, addresses: list[Address]) -> Iterator[tuple[Address, Raw | None]]:
+    def _fetch(self, addresses: list[Address]) -> Iterator[Rows]:
         """Rows by address. Those that are dear to reach one by one are read in file order first."""
-        held: dict[Address, Raw | None] = {}
+        held: dict[Address, Rows] = {}
         groups: dict[tuple[int, int], set[int]] = {}
         for a in addresses:
             if not self._sources[a.source].random_access:
                 groups.setdefault((a.source, a.shard), set()).add(a.row)
-        for (source, shard), rows in sorted(groups.items()):
-            last = max(rows)
-            for row, raw in self._sources[source].rows(shard, min(rows)):
-                if row in rows:
-                    held[Address(source, shard, row)] = raw
+        for (number, shard), wanted in sorted(groups.items()):
+            source = self._sources[number]
+            if source.slotted:
+                for first, stop in _runs(sorted(wanted)):
+                    for slot, rows in source.slots(shard, first, stop):
+                        held[Address(number, shard, slot)] = [
+                            (Address(number, shard, row), raw) for row, raw in rows
+                        ]
+                continue
+            last = max(wanted)
+            for row, raw in source.rows(shard, min(wanted)):
+                if row in wanted:
+                    at = Address(number, shard, row)
+                    held[at] = [(at, raw)]
                 if row >= last:
                     break
         for a in addresses:
-            yield a, held[a] if a in held else self._read(a)
+            yield held.pop(a) if a in held else [(a, self._read(a))]
 
     def _read(self, at: Address) -> Raw | None:
         source = self._sources[at.source]
