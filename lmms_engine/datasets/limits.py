@@ -27,6 +27,8 @@ from lmms_engine.errors import BadRow
 DEFAULT_SECONDS = 180.0            # of dataset_config.media_timeout_s, and outside of a run
 MAX_PICTURE_PIXELS = 178_956_970   # 512 MiB of RGB: beyond it a file is a decompression bomb, not a picture
 MAX_FRAME_PIXELS = 8192 * 8192     # of a clip, whose decoder holds up to 17 frames at once
+# Given to the library's decoders too: merely to open a file, it decodes the first frames of every stream.
+DECODER_OPTIONS = {"max_pixels": str(MAX_FRAME_PIXELS), "max_samples": str(1 << 22)}
 MAX_CLIP_FRAMES = 1 << 21          # 24 hours at 24 a second; their time stamps lie in memory
 MAX_ASPECT_RATIO = 200             # the resize rule of the Qwen vision processors refuses more
 

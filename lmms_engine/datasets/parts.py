@@ -22,7 +22,11 @@ from lmms_engine.registry import nearest
 
 Kind = Literal["image", "video", "audio"]
 KINDS: tuple[Kind, ...] = ("image", "video", "audio")
-SPAN_KEYS = {"start": "start", "end": "end", "video_start": "start", "video_end": "end", "fps": "fps"}
+SPAN_KEYS: dict[Kind, dict[str, str]] = {
+    "image": {},
+    "video": {"start": "start", "end": "end", "video_start": "start", "video_end": "end", "fps": "fps"},
+    "audio": {"start": "start", "end": "end", "audio_start": "start", "audio_end": "end"},
+}
 MAX_SECONDS = 10**9  # of `start` and `end`; also the largest `fps`
 
 URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
@@ -145,10 +149,10 @@ def _base64(text: str, where: str) -> bytes:
         raise BadRow("media_source", f"`{where}` is not valid base64: {error}") from None
 
 
-def span_of(item: dict[str, Any], where: str) -> dict[str, float]:
+def span_of(kind: Kind, item: dict[str, Any], where: str) -> dict[str, float]:
     """`start`, `end` and `fps` of a part, where given."""
     span: dict[str, float] = {}
-    for key, field in SPAN_KEYS.items():
+    for key, field in SPAN_KEYS[kind].items():
         if key not in item:
             continue
         value = item[key]

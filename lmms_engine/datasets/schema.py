@@ -364,9 +364,9 @@ def _part(item: dict[str, Any], where: str, marked: set[str], data_folder: Path)
         return
     kind: Kind = "audio" if type_ == "input_audio" else type_.removesuffix("_url")
     source_keys = dict.fromkeys((type_, kind, f"{kind}_url", "path", "url", "bytes"))
-    check_keys(item, ("type", *source_keys, *(SPAN_KEYS if kind != "image" else ())), where)
+    check_keys(item, ("type", *source_keys, *SPAN_KEYS[kind]), where)
     sources = [key for key in source_keys if key in item]
-    span = span_of(item, where) if kind != "image" else {}
+    span = span_of(kind, item, where)
     # `bytes` beside `path` is one source: a picture that remembers its file's name.
     if set(sources) == {"path", "bytes"}:
         sources = ["bytes"]

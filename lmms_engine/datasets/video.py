@@ -24,13 +24,18 @@ import av
 import numpy as np
 from av.video.reformatter import VideoReformatter
 
-from lmms_engine.datasets.limits import MAX_CLIP_FRAMES, MAX_FRAME_PIXELS, Deadline, check_size
+from lmms_engine.datasets.limits import (
+    DECODER_OPTIONS,
+    MAX_CLIP_FRAMES,
+    MAX_FRAME_PIXELS,
+    Deadline,
+    check_size,
+)
 from lmms_engine.datasets.media import load_picture, read_media
 from lmms_engine.datasets.parts import MediaPart
 from lmms_engine.errors import BadRow
 
 FRAME_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
-DECODER = {"max_pixels": str(MAX_FRAME_PIXELS)}   # larger frames are refused before they are allocated
 CLOCK_DIGITS = 6   # microseconds: below it, differences between time stamps are rounding
 CLOCK_SLACK = 1e-3   # seconds by which a file that counts milliseconds may misstate how long it is
 
@@ -202,8 +207,8 @@ class _File:
 
     def _open(self) -> av.container.InputContainer:
         source = io.BytesIO(self._source) if isinstance(self._source, bytes) else str(self._source)
-        # The limit goes to the decoder too: merely to open a file, the library decodes its first frame.
-        return self._guard(lambda: av.open(source, metadata_errors="replace", options=DECODER))   # any title
+        options = {"metadata_errors": "replace", "options": DECODER_OPTIONS}   # titles in any encoding
+        return self._guard(lambda: av.open(source, **options))
 
     def _stream(self, container: av.container.InputContainer) -> av.VideoStream:
         if not container.streams.video:
@@ -212,7 +217,7 @@ class _File:
         if stream.codec_context is None:
             raise BadRow("media_corrupt", f"clip {self._name} is of an unknown codec")
         self._sized = stream.codec_context.width > 0
-        stream.codec_context.options = DECODER
+        stream.codec_context.options = DECODER_OPTIONS
         stream.codec_context.thread_count = 1   # loader workers are the parallelism
         return stream
 

@@ -336,3 +336,11 @@ def test_a_clip_may_be_a_list_of_pictures() -> None:
     (first, second) = chat({"type": "video"}, {"type": "video"}, videos=[frames[:2], "b.mp4"]).media()
     assert first.frames == clip.frames[:2]
     assert second.path == str(FOLDER / "b.mp4")
+
+
+def test_a_sound_has_a_span_and_no_rate() -> None:
+    (part,) = chat({"type": "audio", "audio": "a.wav", "audio_start": 1, "end": 2.5}).media()
+    assert (part.start, part.end, part.fps) == (1.0, 2.5, None)
+    for key, kind in (("fps", "audio"), ("video_start", "audio"), ("audio_start", "video"), ("start", "image")):
+        message = [{"role": "user", "content": [{"type": kind, kind: "a", key: 1}]}, ANSWER]
+        refused("unknown_key", key, messages=message)
