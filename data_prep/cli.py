@@ -29,6 +29,7 @@ VERBS = {
     "stats": "Show histograms of length, turns, media and sources, and how well the rows pack.",
     "preview": "Write an HTML page of conversations with their media; one file that needs no network.",
     "shard": "Rewrite a data set as Parquet shards of about equal size, in the same order.",
+    "encode": "Bring rows through a model's processor once, so that a run need not do it every epoch.",
 }
 
 

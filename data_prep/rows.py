@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from lmms_engine.config import DatasetEntry
-from lmms_engine.datasets.sources import Raw, Source, open_source
+from lmms_engine.datasets.sources import ENCODED, Raw, Source, open_source
 from lmms_engine.errors import UserError
 
 CHUNK_ROWS = 64
@@ -41,6 +41,8 @@ def open_data(path: Path, data_folder: Path | None = None, limit: int | None = N
 
     data_folder: what relative media paths resolve against; None: the folder of the data file.
     """
+    if (path / ENCODED).is_file():
+        raise UserError(f"{path} is an encoded data set: look at the rows that it was made from")
     folder = "" if data_folder is None else str(data_folder.resolve())
     return open_source(DatasetEntry(path=str(path), data_folder=folder, limit=limit))
 
