@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from data_prep.lengths import Tokens
+from data_prep.media import heard
 from data_prep.rows import chunks_of, open_data, rows_of
 from data_prep.write import whole_text
 from lmms_engine.datasets.schema import MediaPart, Message, Row, parse_row
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 
 THUMBNAIL = (320, 240)
 FRAMES = 4   # of a clip
-MAX_SOUND_BYTES = 1 << 20   # larger sounds are named, not embedded
 REPEATS_SHOWN = 3   # more of one token, as for a picture's patches, are shown as "token × count"
 
 STYLE = """
@@ -155,14 +155,9 @@ def _jpeg(image: Image.Image) -> str:
 
 
 def _sound(part: MediaPart) -> tuple[str, str]:
-    from lmms_engine.datasets.media import read_media
-
-    found = read_media(part)
-    size = len(found) if isinstance(found, bytes) else found.stat().st_size
-    if size > MAX_SOUND_BYTES:
-        return "", f"sound of {size:,} bytes, too large to embed"
-    data = base64.b64encode(found if isinstance(found, bytes) else found.read_bytes()).decode("ascii")
-    return f"<audio controls src=\"data:audio/mpeg;base64,{data}\"></audio>", f"{size:,} bytes"
+    sound, note = heard(part)
+    data = base64.b64encode(sound).decode("ascii")
+    return f"<audio controls src=\"data:audio/wav;base64,{data}\"></audio>", note
 
 
 # Tokens ----------------------------------------------------------------------------------------------

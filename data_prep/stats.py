@@ -15,6 +15,7 @@ from typing import Annotated, Any, NamedTuple
 import typer
 
 from data_prep.lengths import Tokens
+from data_prep.media import seconds_of
 from data_prep.rows import Chunk, chunks_of, in_order, open_data, progress_bar, rows_of
 from data_prep.write import whole, whole_text
 from lmms_engine.datasets.pack import DEFAULT_OPEN_BINS, PACKERS
@@ -26,16 +27,19 @@ BARS = 12   # most bars of a histogram in the terminal
 BAR_WIDTH = 40
 PNG_BARS = 60
 SOURCES_SHOWN = 20
+TIMED = {"video": "clips", "audio": "sounds"}
 
 
 class Facts(NamedTuple):
-    """What is counted of a row. supervised: tokens, 0 without a processor."""
+    """What is counted of a row. supervised: tokens, 0 without a processor. seconds: of its clips and of its
+    sounds; 0 where they were not asked for."""
 
     length: int
     supervised: int
     turns: int
     media: tuple[int, ...]   # as KINDS
     source: str
+    seconds: tuple[float, ...] = (0.0, 0.0)   # as TIMED
 
 
 @dataclass
@@ -52,6 +56,7 @@ class Counting:
 
     source: Source
     tokens: Tokens | None = None
+    durations: bool = False
 
     def __call__(self, chunk: Chunk) -> Counted:
         """The facts of the chunk."""
@@ -75,7 +80,12 @@ class Counting:
             sample = self.tokens.sample(row)
             length, supervised = len(sample), sample.supervised
         media = tuple(kinds[kind] for kind in KINDS)
-        return Facts(length, supervised, len(row.messages), media, str(row.meta.get("source", file)))
+        facts = Facts(length, supervised, len(row.messages), media, str(row.meta.get("source", file)))
+        if not self.durations:
+            return facts
+        parts = list(row.media())
+        seconds = (sum(seconds_of(part) for part in parts if part.kind == kind) for kind in TIMED)
+        return facts._replace(seconds=tuple(seconds))
 
 
 class Stats:
@@ -86,6 +96,7 @@ class Stats:
         self.lengths = array("Q")
         self.turns = array("I")
         self.media = {kind: array("I") for kind in KINDS}
+        self.seconds = {kind: array("d") for kind in TIMED}
         self.sources: Counter[str] = Counter()
         self.bad: Counter[str] = Counter()
         self.supervised = 0
@@ -100,6 +111,8 @@ class Stats:
             self.sources[facts.source] += 1
             for kind, count in zip(KINDS, facts.media, strict=True):
                 self.media[kind].append(count)
+            for kind, seconds in zip(TIMED, facts.seconds, strict=True):
+                self.seconds[kind].append(seconds)
 
     def histograms(self) -> Iterator[tuple[str, str, Sequence[int]]]:
         """(name, what is counted, its value for each row), without media that no row has."""
@@ -108,12 +121,18 @@ class Stats:
         for kind, counts in self.media.items():
             if any(counts):
                 yield f"{kind}s", f"{kind}s a row", counts
+        for kind, seconds in self.seconds.items():
+            if any(seconds):
+                yield f"{kind}_seconds", f"seconds of {TIMED[kind]} a row", [round(s) for s in seconds]
 
     def as_dict(self) -> dict[str, Any]:
         """Plain numbers, for stats.json."""
         out: dict[str, Any] = {"rows": len(self.lengths), "unusable": dict(self.bad), "unit": self.unit}
         for name, _, values in self.histograms():
             out[name] = {"sum": sum(values), **percentiles(values)}
+        for kind, seconds in self.seconds.items():
+            if any(seconds):
+                out[f"{kind}_seconds"]["sum"] = round(sum(seconds), 3)   # not that of rounded ones
         if self.unit == "tokens":
             out["supervised"] = self.supervised
         return {**out, "sources": dict(self.sources.most_common())}
@@ -236,13 +255,16 @@ def stats(
         int | None, typer.Option(min=1, help="Report how full packs of it get; needs --processor.")
     ] = None,
     open_bins: Annotated[int, typer.Option(min=1, help="Packs filled at the same time.")] = DEFAULT_OPEN_BINS,
+    durations: Annotated[
+        bool, typer.Option("--durations", help="Open clips and sounds too: how many seconds a row has.")
+    ] = False,
     limit: Annotated[int | None, typer.Option(min=1, help="The first rows only.")] = None,
     workers: Annotated[int, typer.Option(min=1, help="Processes that count.")] = 1,
 ) -> None:
     """Show histograms of length, turns, media and sources, and how well the rows pack.
 
-    Without --processor lengths are words and no medium is opened. A row's source is its `meta.source`, else
-    its file. Rows that training could not use are counted and left out.
+    Without --processor lengths are words, and no medium is opened but for --durations. A row's source is its
+    `meta.source`, else its file. Rows that training could not use are counted and left out.
 
     Examples:
 
@@ -257,7 +279,7 @@ def stats(
     tokens = None if processor is None else Tokens(processor, processor_type)
     found = Stats("words" if tokens is None else "tokens")
     with progress_bar("counting", source.num_rows) as advance:
-        for chunk, counted in in_order(Counting(source, tokens), chunks_of(source), workers):
+        for chunk, counted in in_order(Counting(source, tokens, durations), chunks_of(source), workers):
             found.add(counted)
             advance(chunk.stop - chunk.start)
     if not found.lengths:

@@ -8,7 +8,6 @@ the address of its row.
 
 from __future__ import annotations
 
-import io
 import json
 import shutil
 from collections.abc import Iterator
@@ -32,6 +31,7 @@ from data_prep.executors import (
     submit,
 )
 from data_prep.lengths import Tokens
+from data_prep.media import open_medium
 from data_prep.parts import alone, joined, put, stamp, work_folder
 from data_prep.rows import Chunk, open_data, parts_of, placed, rows_of
 from data_prep.write import portable, whole_text
@@ -40,7 +40,6 @@ from lmms_engine.datasets.sources import Raw, Source
 from lmms_engine.errors import BadRow, UserError
 
 SHOWN = 3   # addresses a kind in the table
-CLIP_FRAMES = 8   # frames decoded of a clip without a processor, spread from first to last
 
 
 class Fault(NamedTuple):
@@ -138,39 +137,10 @@ def _turns(row: Row) -> Iterator[BadRow]:
 def _opened(part: MediaPart) -> BadRow | None:
     """Why a medium cannot be decoded, if so."""
     try:
-        if part.kind == "image":
-            from lmms_engine.datasets.media import load_picture
-
-            load_picture(part)
-        elif part.kind == "video":
-            from lmms_engine.datasets.video import plan_clip
-
-            for _ in plan_clip(part, fps=2.0, min_frames=1, max_frames=CLIP_FRAMES).frames():
-                pass
-        else:
-            _hear(part)
+        open_medium(part)
     except BadRow as bad:
         return bad
     return None
-
-
-def _hear(part: MediaPart) -> None:
-    """Decodes a sound to its end."""
-    import av
-
-    from lmms_engine.datasets.media import read_media
-
-    source = read_media(part)
-    try:
-        with av.open(io.BytesIO(source) if isinstance(source, bytes) else str(source)) as container:
-            if not container.streams.audio:
-                raise BadRow("media_corrupt", f"{part.label} holds no sound")
-            if not sum(frame.samples for frame in container.decode(audio=0)):
-                raise BadRow("media_corrupt", f"{part.label} holds a sound without a sample")
-    except (av.FFmpegError, OSError, EOFError, ValueError) as error:
-        if isinstance(error, BadRow):
-            raise
-        raise BadRow("media_corrupt", f"sound {part.label} cannot be decoded: {error}") from None
 
 
 # The report ------------------------------------------------------------------------------------------

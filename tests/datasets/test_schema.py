@@ -341,6 +341,7 @@ def test_a_clip_may_be_a_list_of_pictures() -> None:
 def test_a_sound_has_a_span_and_no_rate() -> None:
     (part,) = chat({"type": "audio", "audio": "a.wav", "audio_start": 1, "end": 2.5}).media()
     assert (part.start, part.end, part.fps) == (1.0, 2.5, None)
-    for key, kind in (("fps", "audio"), ("video_start", "audio"), ("audio_start", "video"), ("start", "image")):
+    misplaced = {"fps": "audio", "video_start": "audio", "audio_start": "video", "start": "image"}
+    for key, kind in misplaced.items():
         message = [{"role": "user", "content": [{"type": kind, kind: "a", key: 1}]}, ANSWER]
         refused("unknown_key", key, messages=message)
