@@ -7,7 +7,8 @@
 For `make image-check`, which puts it on PATH as `docker`. It knows the commands and options that the
 repository uses and stops at any other. A command gets its own mounts and process ids, the image's
 environment, entry point and volumes, the user that was asked for, a root that cannot be written, and no
-network but the loopback. There are no limits, and no GPU. Needs root, podman and unshare; PyYAML for compose.
+network but the loopback unless it asks for the host's. There are no limits, and no GPU. Needs root, podman
+and unshare; PyYAML for compose.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 SWITCHES = {"--rm", "--read-only", "--interactive", "--tty"}
 # Options with a value that a chroot cannot follow, or need not.
-WITHOUT_EFFECT = {"--pull", "--ipc", "--ulimit", "--network", "--gpus", "--shm-size"}
+WITHOUT_EFFECT = {"--pull", "--ipc", "--ulimit", "--gpus", "--shm-size"}
 
 
 @dataclass
@@ -39,6 +40,7 @@ class Container:
     mounts: list[tuple[str, str]] = field(default_factory=list)
     tmpfs: list[str] = field(default_factory=list)
     entrypoint: list[str] | None = None
+    network: str = "none"
 
 
 def podman(*arguments: str) -> str:
@@ -64,6 +66,8 @@ def parse_run(words: list[str]) -> Container:
             asked.user = value
         elif option == "--env":
             asked.env.append(value)
+        elif option == "--network":
+            asked.network = value
         elif option == "--tmpfs":
             asked.tmpfs.append(value.partition(":")[0])
         elif option == "--volume":
@@ -136,7 +140,10 @@ def run(asked: Container) -> int:
             ]
             enter += [f"{name}={value}" for name, value in env.items()]
             script += f"exec {shlex.join([*enter, *program])}\n"
-            spaces = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--net", "--ipc"]
+            spaces = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--ipc"]
+            if asked.network != "host":
+                spaces.append("--net")
+                script = f"ip link set lo up\n{script}"
             return subprocess.run([*spaces, "bash", "-euc", script]).returncode
     finally:
         podman("image", "unmount", asked.image)
@@ -145,7 +152,7 @@ def run(asked: Container) -> int:
 def mounts_script(root: str, scratch: Path, mounts: list[tuple[str, str]], tmpfs: list[str]) -> str:
     """Shell lines that lay out the container's file system, outer mounts first."""
     lines = ["mount --make-rprivate /", f"mount -t proc proc {root}/proc", f"mount --rbind /dev {root}/dev"]
-    lines += [f"mount -t tmpfs -o mode=1777 shm {root}/dev/shm", "ip link set lo up"]
+    lines += [f"mount -t tmpfs -o mode=1777 shm {root}/dev/shm"]
     (scratch / "hosts").write_text(f"127.0.0.1 localhost {os.uname().nodename}\n")
     lines.append(f"mount --bind {scratch}/hosts {root}/etc/hosts")
     places = [(where, what, False) for what, where in mounts] + [(where, "", True) for where in tmpfs]

@@ -46,7 +46,7 @@ check() { # $1: what is shown; the rest: a command, run in the stranger's clone
     shift
     say "$what"
     chown -R 1000:1000 "$work/clone" # the user of compose.yaml
-    if (cd "$work/clone" && "$@") >"$work/out" 2>&1; then
+    if (cd "$work/clone" && set -e && "$@") >"$work/out" 2>&1; then
         results+=("| $what | passed | $((SECONDS - start)) s |")
     else
         tail -n 30 "$work/out" >&2
@@ -63,13 +63,22 @@ smoke() { # the image alone: nothing mounted but empty volumes, a user without a
         --volume "$work/volumes/cache:/cache" lmms-engine:local recipes/qwen3_vl/launch.sh trainer_args.max_steps=20
 }
 again() { smoke | grep -q 'finished at step'; }
-read_only() { ! docker run --rm --read-only --tmpfs /tmp lmms-engine:local touch /app/new /opt/venv/new /etc/new; }
+read_only() { # not even by root
+    docker run --rm --read-only --tmpfs /tmp --user 0:0 lmms-engine:local \
+        bash -c 'for place in /app /opt/venv /etc /usr; do if touch "$place/new"; then exit 1; fi; done; touch /app/runs/new /app/data/new /cache/new'
+}
 imports() { docker run --rm --user 4321:4321 lmms-engine:local python -c 'import deepspeed, fla, liger_kernel, torch, wandb'; }
-# doctor ends with 1 when it warns of a part that only a GPU machine has; 2 is its word for a broken one.
 doctor() { docker run --rm --user 4321:4321 lmms-engine:local lmms-engine doctor; }
-test_stage() { docker build --build-arg "BASE_IMAGE=$base" --target test --tag lmms-engine:test . && docker run --rm --tmpfs /tmp lmms-engine:test python -m pytest -q -p no:cacheprovider tests/test_config.py; }
+test_stage() {
+    docker build --build-arg "BASE_IMAGE=$base" --target test --tag lmms-engine:test .
+    docker run --rm --read-only --tmpfs /tmp lmms-engine:test python -m pytest -q -p no:cacheprovider tests/test_config.py
+}
 kernel() { # in the built root: its compiler and its torch, with this machine's nvcc
-    docker run --rm --tmpfs /tmp:exec --env TORCH_CUDA_ARCH_LIST=9.0 --env PIP_CACHE_DIR=/tmp/pip --volume "${CUDA_HOME:-/usr/local/cuda}:/usr/local/cuda" \
+    local options=(--volume "${CUDA_HOME:-/usr/local/cuda}:/usr/local/cuda") file
+    for file in /etc/ssl/certs/ca-certificates.crt /etc/pip.conf /etc/resolv.conf; do
+        if [[ -f $file ]]; then options+=(--volume "$file:$file"); fi
+    done
+    docker run --rm --tmpfs /tmp:exec --network host --env TORCH_CUDA_ARCH_LIST=9.0 "${options[@]}" \
         lmms-engine:local tools/flash_attn.sh kernel /tmp/kernel
 }
 
@@ -81,41 +90,47 @@ container_commands() { # the fenced lines of README's section
     awk '/^## /{ inside = /^## In a container/ } inside && /^```/{ fenced = !fenced; next } inside && fenced' "$work/clone/README.md"
 }
 
-make_base
-say "cloning"
-export GIT_CONFIG_COUNT=1 GIT_CONFIG_KEY_0=safe.directory GIT_CONFIG_VALUE_0='*'
-git clone --quiet --no-hardlinks "$repo" "$work/clone"
-mkdir "$work/bin"
-printf '#!/bin/sh\nexec %q %q "$@"\n' "$repo/.venv/bin/python" "$repo/tools/chroot_engine.py" >"$work/bin/docker"
-chmod +x "$work/bin/docker"
-export PATH=$work/bin:$PATH HOME=$work/home BASE_IMAGE=$base
-mkdir "$HOME"
-BUILD_OPTIONS=$(machine_options)
-export BUILD_OPTIONS
+main() {
+    make_base
+    say "cloning"
+    export GIT_CONFIG_COUNT=1 GIT_CONFIG_KEY_0=safe.directory GIT_CONFIG_VALUE_0='*'
+    git clone --quiet --no-hardlinks "$repo" "$work/clone"
+    mkdir "$work/bin"
+    printf '#!/bin/sh\nexec %q %q "$@"\n' "$repo/.venv/bin/python" "$repo/tools/chroot_engine.py" >"$work/bin/docker"
+    chmod +x "$work/bin/docker"
+    export PATH=$work/bin:$PATH HOME=$work/home BASE_IMAGE=$base
+    mkdir "$HOME"
+    BUILD_OPTIONS=$(machine_options)
+    export BUILD_OPTIONS
 
-check "\`make build\`: every stage of the Dockerfile, hashes checked" make build
-if podman image exists lmms-engine:local; then
-    check "the image's own engine: 20 steps of qwen3_vl's smoke preset, uid 4321, read-only, no network" smoke
-    check "the same again: finished already" again
-    check "nothing outside the volumes can be written" read_only
-    check "deepspeed, flash-linear-attention, Liger and wandb import" imports
-    if "$repo/.venv/bin/lmms-engine" --help | grep -q doctor; then check "\`lmms-engine doctor\`" doctor; fi
-    check "target \`test\` holds the suite" test_stage
-    while IFS= read -r line; do
-        if [[ $line == *" up "* ]]; then check "README: \`${line%%  *}\`" serves "$line"; else check "README: \`${line%%  *}\`" bash -c "$line"; fi
-    done < <(container_commands)
-    if [[ ${KERNEL:-0} == 1 ]]; then check "one flash-attn kernel for sm_90" kernel; fi
-    size=$(podman image inspect --format '{{.Size}}' lmms-engine:local)
-fi
-printf '%s\n' "${results[@]}"
-if [[ ${results[*]} == *failed* || -z ${size:-} ]]; then fail "not all of it passed; docs/image.md is left as it was"; fi
-{
-    printf 'Last outcome: %s, commit %s, base %s, %s GB without the base.\n\n' "$(date -u +%F)" \
-        "$(git -C "$work/clone" rev-parse --short HEAD)" "${base#localhost/}" "$(((size + 500000000) / 1000000000))"
-    printf '| check | outcome | time |\n| --- | --- | --- |\n'
+    podman untag lmms-engine:local 2>/dev/null || true # so that make builds; layers that are there are taken
+    podman untag "$(cd "$work/clone" && tools/image.sh tag)" 2>/dev/null || true
+    check "\`make build\`: every stage of the Dockerfile, hashes checked" make build
+    if podman image exists lmms-engine:local; then
+        check "the image's own engine: 20 steps of qwen3_vl's smoke preset, uid 4321, read-only, no network" smoke
+        check "the same again: finished already" again
+        check "nothing outside the volumes can be written" read_only
+        check "deepspeed, flash-linear-attention, Liger and wandb import" imports
+        if "$repo/.venv/bin/lmms-engine" --help | grep -q doctor; then check "\`lmms-engine doctor\`" doctor; fi
+        check "target \`test\` holds the suite" test_stage
+        while IFS= read -r line; do
+            if [[ $line == *" up "* ]]; then check "README: \`${line%%  *}\`" serves "$line"; else check "README: \`${line%%  *}\`" bash -c "$line"; fi
+        done < <(container_commands)
+        if [[ ${KERNEL:-0} == 1 ]]; then check "one flash-attn kernel for sm_90" kernel; fi
+        size=$(podman image inspect --format '{{.Size}}' lmms-engine:local)
+    fi
     printf '%s\n' "${results[@]}"
-} >"$work/outcome.md"
-sed -i -e "/^<!-- image-check -->/,/^<!-- end -->/{ /^<!-- image-check -->/r $work/outcome.md
+    if [[ ${results[*]} == *failed* || -z ${size:-} ]]; then fail "not all of it passed; docs/image.md is left as it was"; fi
+    {
+        printf 'Last outcome: %s, commit %s, base %s, %s GB without the base.\n\n' "$(date -u +%F)" \
+            "$(git -C "$work/clone" rev-parse --short HEAD)" "${base#localhost/}" "$(((size + 500000000) / 1000000000))"
+        printf '| check | outcome | time |\n| --- | --- | --- |\n'
+        printf '%s\n' "${results[@]}"
+    } >"$work/outcome.md"
+    sed -i -e "/^<!-- image-check -->/,/^<!-- end -->/{ /^<!-- image-check -->/r $work/outcome.md
 /^<!--/!d }" "$repo/docs/image.md"
-if [[ ${KEEP:-0} != 1 ]]; then podman image rm --force lmms-engine:test lmms-engine:local >/dev/null; fi
-say "all passed; docs/image.md has the outcome"
+    if [[ ${KEEP:-0} != 1 ]]; then podman image rm --force lmms-engine:test lmms-engine:local >/dev/null; fi
+    say "all passed; docs/image.md has the outcome"
+}
+
+main

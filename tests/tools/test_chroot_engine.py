@@ -36,6 +36,7 @@ def test_every_option_that_the_image_is_started_with_is_known(engine: ModuleType
     run = script[script.index("\nrun() {") : script.index("\ncase ")]
     used = set(re.findall(r"[ (](--[a-z-]+)", run)) - {"--device", "--userns"}   # podman's own
     known = engine.SWITCHES | engine.WITHOUT_EFFECT | {"--user", "--env", "--tmpfs", "--volume", "--format"}
+    known |= {"--network"}
     assert {"--read-only", "--user", "--gpus", "--pull"} <= used <= known
 
 
