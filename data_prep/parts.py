@@ -15,13 +15,16 @@ import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from data_prep.rows import in_order, progress_bar
 from data_prep.write import whole
 
+if TYPE_CHECKING:
+    from lmms_engine.datasets.sources import Source
+
 T = TypeVar("T", covariant=True)
-KEY = ".key.json"
+KEY = ".key"   # without a suffix that readers take for data
 TEMPORARY = ".tmp"
 
 
@@ -114,7 +117,15 @@ def joined(folder: Path, names: Sequence[str], out: Path) -> None:
 def stamp(*paths: Path) -> list[Any]:
     """Sizes and times of files, and of the files in folders: what a half-done call compares."""
     files = [
-        file for path in paths for file in (sorted(path.rglob("*")) if path.is_dir() else [path])
+        file
+        for path in paths
+        for file in (sorted(path.rglob("*")) if path.is_dir() else [path])
         if file.is_file()
     ]
     return [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
+
+
+def stamp_source(source: Source) -> list[Any]:
+    """The same of the files of a source; those that lie elsewhere count by their ends."""
+    files = dict.fromkeys(file.where for file in getattr(source, "files", ()))
+    return [source.fingerprint, str(source.folder(0)), *stamp(*map(Path, files))]

@@ -1,9 +1,9 @@
 """`data-prep shard`: a data set rewritten as Parquet shards of about equal size, media inside or beside.
 
-Two passes. The first parses every row and adds up its size; the rows, in their order, are then cut where the
-sum reaches each shard's part. The second writes the shards, in any number of processes. What is written lies
-in a folder beside the output until all of it is there, so a call that was cut off is repeated and goes on
-with the shards that are missing.
+Two passes. The first parses every row and notes its size; the rows, in their order, are then cut where the
+sum reaches each shard's part. The second writes the shards. Both are done part by part by any number of
+processes. What is written lies in a folder beside the output until all of it is there, so a call that was cut
+off is repeated and goes on with what is missing.
 """
 
 from __future__ import annotations
@@ -11,18 +11,27 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from array import array
-from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
+import numpy as np
 import typer
 
-from data_prep.rows import Chunk, chunks_of, in_order, open_data, placed, progress_bar, rows_of
-from data_prep.write import whole
+from data_prep.executors import (
+    Cluster,
+    ExecutorOption,
+    MemoryOption,
+    PartitionOption,
+    SbatchOption,
+    TasksOption,
+    TimeOption,
+    submit,
+)
+from data_prep.parts import KEY, TEMPORARY, Stage, alone, put, stamp_source, work_folder
+from data_prep.rows import Chunk, open_data, parts_of, placed, rows_of
 from lmms_engine.datasets.schema import MediaPart, Message, Row, parse_row
 from lmms_engine.datasets.sources import Source
 from lmms_engine.errors import BadRow, UserError
@@ -32,12 +41,7 @@ DEFAULT_SIZE_MB = 512
 GROUP_BYTES = 32 << 20   # of a row group: what a reader has in memory at least
 GROUP_ROWS = 1024
 MARKER = ".shards"   # without a suffix that readers take for data
-
-
-class Sizes(NamedTuple):
-    """Bytes of each usable row of a chunk."""
-
-    rows: array
+SIZES = ".sizes"
 
 
 class Shard(NamedTuple):
@@ -49,15 +53,36 @@ class Shard(NamedTuple):
 
 
 @dataclass
-class Measure:
-    """Sizes of a chunk's rows; goes to the worker processes. A row that cannot be used is a UserError."""
+class Measuring:
+    """The first pass, a Stage: sizes of the rows of each part. A row that cannot be used is a UserError.
+
+    folder: where the sizes lie.
+    """
 
     source: Source
     media: Media
+    folder: Path
+    title = "measuring"
 
-    def __call__(self, chunk: Chunk) -> Sizes:
-        """Text, and what lies in the media that will be inside."""
-        sizes = array("Q")
+    @cached_property
+    def parts(self) -> list[list[Chunk]]:
+        """The chunks of each part."""
+        return parts_of(self.source)
+
+    def count(self) -> int:
+        """Number of parts."""
+        return len(self.parts)
+
+    def make(self, number: int) -> None:
+        """Notes how many usable rows each chunk of a part has, and the bytes of each."""
+        if not (self.folder / _sizes_name(number)).is_file():
+            chunks = [self.sizes(chunk) for chunk in self.parts[number]]
+            with put(self.folder, _sizes_name(number)) as path, open(path, "wb") as file:
+                np.savez(file, rows=[len(sizes) for sizes in chunks], sizes=np.concatenate(chunks))
+
+    def sizes(self, chunk: Chunk) -> np.ndarray:
+        """Of each row: text, and what lies in the media that will be inside."""
+        sizes = []
         for number, raw in rows_of(self.source, chunk):
             try:
                 if isinstance(raw, BadRow):
@@ -69,7 +94,15 @@ class Measure:
                 place = placed(self.source.place(chunk.shard, number), str(bad))
                 raise UserError(f"{place} {hint}") from None
             sizes.append(sum(len(message.text) for message in row.messages) + media + 64)
-        return Sizes(sizes)
+        return np.array(sizes, dtype=np.int64)
+
+    def measured(self) -> tuple[np.ndarray, np.ndarray]:
+        """When all parts are there: usable rows of every chunk, and the size of every row."""
+        found = [np.load(self.folder / _sizes_name(number)) for number in range(self.count())]
+        rows, sizes = (np.concatenate([item[name] for item in found]) for name in ("rows", "sizes"))
+        if not len(sizes):
+            raise UserError(f"{self.source.name} has no row")
+        return rows, sizes
 
     def _size(self, part: MediaPart) -> int:
         if part.frames is not None:
@@ -86,13 +119,17 @@ class Measure:
         return path.stat().st_size
 
 
-def cut(sizes: Sequence[int], count: int) -> list[Shard]:
+def _sizes_name(number: int) -> str:
+    return f"part-{number:06d}.npz"
+
+
+def cut(sizes: Sequence[int] | np.ndarray, count: int) -> list[Shard]:
     """`count` runs of rows whose sizes add up to about the same; each has at least one row."""
-    sums = list(accumulate(sizes))
+    sums = np.cumsum(sizes)
     ends = [0]
     for number in range(1, count + 1):
         part = sums[-1] * number / count
-        after = bisect_left(sums, part)   # the row in which the sum passes the part
+        after = int(np.searchsorted(sums, part))   # the row in which the sum passes the part
         # Before or after that row, whichever is nearer.
         before = sums[after - 1] if after else 0
         end = after if part - before < sums[after] - part else after + 1
@@ -105,45 +142,62 @@ def cut(sizes: Sequence[int], count: int) -> list[Shard]:
 
 @dataclass
 class Writing:
-    """Writes shards; goes to the worker processes.
+    """The second pass, a Stage: the shards themselves.
 
-    chunks: every chunk with the number of rows before it. folder: where the shards are written;
-    home: where they will lie, which relative paths start from.
+    shards, size_mb: how many, or how large. folder: where they are written; home: where they will lie, which
+    relative paths start from.
     """
 
-    source: Source
-    media: Media
-    chunks: list[tuple[int, Chunk]]
-    count: int
+    measuring: Measuring
+    shards: int | None
+    size_mb: float
     folder: Path
     home: Path
+    title = "writing"
 
-    def path(self, number: int) -> Path:
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key != "plan"}
+
+    @cached_property
+    def plan(self) -> tuple[list[Shard], list[Chunk], np.ndarray]:
+        """The shards; every chunk; and the number of rows before each chunk."""
+        rows, sizes = self.measuring.measured()
+        wanted = self.shards or max(1, -(-int(sizes.sum()) // int(self.size_mb * 1e6)))
+        chunks = [chunk for part in self.measuring.parts for chunk in part]
+        return cut(sizes, min(wanted, len(sizes))), chunks, np.cumsum(rows) - rows
+
+    def count(self) -> int:
+        """Number of shards."""
+        return len(self.plan[0])
+
+    def name(self, number: int) -> str:
         """The file of a shard."""
-        return self.folder / f"part-{number:05d}-of-{self.count:05d}.parquet"
+        return f"part-{number:05d}-of-{self.count():05d}.parquet"
 
-    def __call__(self, shard: Shard) -> int:
-        """The bytes of the shard's file; one that is there already is left alone."""
+    def make(self, number: int) -> None:
+        """Writes the shard's file, unless it is there."""
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        path, schema = self.path(shard.number), _schema()
-        if path.is_file():
-            return path.stat().st_size
-        with whole(path) as partial, pq.ParquetWriter(partial, schema, compression="zstd") as writer:
-            for group in _groups(self._rows(shard)):
-                writer.write_table(pa.Table.from_pylist(group, schema))
-        return path.stat().st_size
+        name, schema = self.name(number), _schema()
+        if not (self.folder / name).is_file():
+            with (
+                put(self.folder, name) as path,
+                pq.ParquetWriter(path, schema, compression="zstd") as writer,
+            ):
+                for group in _groups(self._rows(self.plan[0][number])):
+                    writer.write_table(pa.Table.from_pylist(group, schema))
 
     def _rows(self, shard: Shard) -> Iterator[dict[str, Any]]:
-        for before, chunk in self.chunks:
-            if before >= shard.stop:
-                return
-            if before + (chunk.stop - chunk.start) <= shard.first:
-                continue
-            for number, (_, raw) in enumerate(rows_of(self.source, chunk), before):
+        source = self.measuring.source
+        _, chunks, before = self.plan
+        at = int(np.searchsorted(before, shard.first, side="right")) - 1
+        while at < len(chunks) and before[at] < shard.stop:
+            chunk = chunks[at]
+            for number, (_, raw) in enumerate(rows_of(source, chunk), int(before[at])):
                 if shard.first <= number < shard.stop:
-                    yield self._record(parse_row(raw, self.source.folder(chunk.shard)))
+                    yield self._record(parse_row(raw, source.folder(chunk.shard)))
+            at += 1
 
     def _record(self, row: Row) -> dict[str, Any]:
         return {
@@ -181,7 +235,7 @@ class Writing:
             return {"bytes": part.bytes}
         if part.path is None:
             return {"url": part.url}
-        if self.media == "embed" and not Path(part.path).is_dir():
+        if self.measuring.media == "embed" and not Path(part.path).is_dir():
             return {"bytes": Path(part.path).read_bytes()}
         return {"path": os.path.relpath(part.path, self.home)}
 
@@ -243,19 +297,50 @@ class Written(NamedTuple):
     sizes: list[int]
 
 
-def write_shards(
-    source: Source,
-    out: Path,
-    *,
-    shards: int | None = None,
-    size_mb: float = DEFAULT_SIZE_MB,
-    media: Media = "embed",
-    workers: int = 1,
-) -> Written:
-    """Writes the folder `out`, or finds it whole. shards: how many; None: as `size_mb` demands.
+@dataclass
+class Sharding:
+    """Both passes and their end; satisfies Work. asked: what the folder `out` is made from."""
 
-    Raises UserError if `out` holds something else, or for a row that cannot be used.
-    """
+    measuring: Measuring
+    writing: Writing
+    asked: Mapping[str, Any]
+    out: Path
+
+    @property
+    def stages(self) -> list[Stage]:
+        """The two passes."""
+        return [self.measuring, self.writing]
+
+    def finish(self) -> Written:
+        """The whole folder under its own name."""
+        folder, rows = self.writing.folder, self.writing.plan[0][-1].stop
+        with put(folder, MARKER) as path:
+            path.write_text(json.dumps({**self.asked, "rows": rows}, indent=2) + "\n", encoding="utf-8")
+        shutil.rmtree(self.measuring.folder)
+        shutil.rmtree(folder / TEMPORARY)
+        if self.out.exists():
+            self.out.rmdir()
+        folder.rename(self.out)
+        (self.out / KEY).unlink()   # last: by it a call that is cut off here finds the parts
+        return present(self.out, made=True)
+
+
+def present(out: Path, made: bool = False) -> Written:
+    """What lies in a whole folder, shown in one line."""
+    (out / KEY).unlink(missing_ok=True)
+    rows = json.loads((out / MARKER).read_text(encoding="utf-8"))["rows"]
+    written = Written(made, rows, [file.stat().st_size for file in sorted(out.glob("*.parquet"))])
+    sizes = written.sizes
+    spread = f"{min(sizes) / 1e6:.2f}–{max(sizes) / 1e6:.2f} MB each"
+    verb = "wrote" if made else "present"
+    print(f"{verb}: {out} ({rows} rows in {len(sizes)} shards, {sum(sizes) / 1e6:.1f} MB, {spread})")
+    return written
+
+
+def plan_shards(
+    source: Source, out: Path, shards: int | None, size_mb: float, media: Media
+) -> Sharding | None:
+    """What is to do for the folder `out`; None where it is whole. UserError if it holds something else."""
     asked = {
         "data": source.fingerprint,
         "folder": str(source.folder(0)),
@@ -267,49 +352,12 @@ def write_shards(
         found = json.loads((out / MARKER).read_text(encoding="utf-8"))
         if {key: found.get(key) for key in asked} != asked:
             raise UserError(f"{out} holds shards of other data or settings; choose another folder")
-        return Written(False, found["rows"], [file.stat().st_size for file in sorted(out.glob("*.parquet"))])
+        return None
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise UserError(f"{out} holds something else than shards; choose another folder")
-    chunks, sizes = _measure(source, media, workers)
-    wanted = shards or max(1, -(-sum(sizes) // int(size_mb * 1e6)))
-    plan = cut(sizes, min(wanted, len(sizes)))
-    partial = _partial_folder(out, {**asked, "rows": len(sizes)})
-    writing = Writing(source, media, chunks, len(plan), partial, out.resolve())
-    with progress_bar(f"writing {out}", len(plan)) as advance:
-        written = []
-        for _, size in in_order(writing, plan, workers):
-            written.append(size)
-            advance(1)
-    if out.exists():
-        out.rmdir()
-    partial.rename(out)
-    return Written(True, len(sizes), written)
-
-
-def _measure(source: Source, media: Media, workers: int) -> tuple[list[tuple[int, Chunk]], array]:
-    """Every chunk with the number of rows before it, and the size of every row."""
-    chunks, sizes = [], array("Q")
-    with progress_bar("measuring", source.num_rows) as advance:
-        for chunk, found in in_order(Measure(source, media), chunks_of(source), workers):
-            chunks.append((len(sizes), chunk))
-            sizes.extend(found.rows)
-            advance(chunk.stop - chunk.start)
-    if not sizes:
-        raise UserError(f"{source.name} has no row")
-    return chunks, sizes
-
-
-def _partial_folder(out: Path, marker: dict[str, Any]) -> Path:
-    """The folder to write in. What a call with the same settings left there stays, anything else goes."""
-    folder = out.parent / f".{out.name}.partial"
-    text = json.dumps(marker, indent=2) + "\n"
-    if folder.exists() and (
-        not (folder / MARKER).is_file() or (folder / MARKER).read_text(encoding="utf-8") != text
-    ):
-        shutil.rmtree(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / MARKER).write_text(text, encoding="utf-8")
-    return folder
+    folder = work_folder(out, {**asked, "files": stamp_source(source)})
+    measuring = Measuring(source, media, folder / SIZES)
+    return Sharding(measuring, Writing(measuring, shards, size_mb, folder, out), asked, out)
 
 
 def shard(
@@ -325,6 +373,12 @@ def shard(
         Path | None, typer.Option(help="Folder of relative media paths; default: the data file's.")
     ] = None,
     workers: Annotated[int, typer.Option(min=1, help="Processes that read and write.")] = 1,
+    executor: ExecutorOption = "processes",
+    tasks: TasksOption = 1,
+    partition: PartitionOption = None,
+    time: TimeOption = "24:00:00",
+    mem_gb: MemoryOption = 4,
+    sbatch: SbatchOption = None,
 ) -> None:
     """Rewrite a data set as Parquet shards of about equal size, in the same order.
 
@@ -338,10 +392,15 @@ def shard(
         data-prep shard data/mine --out data/mine-shards --size-mb 1024 --workers 8
 
         data-prep shard data/mine --out data/mine-shards --media relative
+
+        data-prep shard data/mine --out data/mine-shards --executor slurm --tasks 100 --partition cpu
     """
+    cluster = Cluster(executor, tasks, partition, time, mem_gb, sbatch or [])
     source = open_data(data, data_folder)
-    done = write_shards(source, out, shards=shards, size_mb=size_mb, media=media, workers=workers)
-    total = sum(done.sizes)
-    spread = f"{min(done.sizes) / 1e6:.2f}–{max(done.sizes) / 1e6:.2f} MB each"
-    verb = "wrote" if done.made else "present"
-    print(f"{verb}: {out} ({done.rows} rows in {len(done.sizes)} shards, {total / 1e6:.1f} MB, {spread})")
+    out = out.resolve()
+    with alone(out):
+        work = plan_shards(source, out, shards, size_mb, media)
+        if work is None:
+            present(out)
+        else:
+            submit(work, out, cluster, workers)

@@ -32,7 +32,7 @@ from data_prep.executors import (
 )
 from data_prep.lengths import Tokens
 from data_prep.media import open_medium
-from data_prep.parts import alone, joined, put, stamp, work_folder
+from data_prep.parts import alone, joined, put, stamp, stamp_source, work_folder
 from data_prep.rows import Chunk, open_data, parts_of, placed, rows_of
 from data_prep.write import portable, whole_text
 from lmms_engine.datasets.schema import MediaPart, Message, Row, parse_row
@@ -243,11 +243,11 @@ def _copy(source: Source, chunk: Chunk, leave: set[int], out: TextIO, folder: Pa
             out.write(json.dumps(portable(row, folder), ensure_ascii=False) + "\n")
 
 
-def _key(data: Path, source: Source, checker: Checker, fix: Path | None) -> dict[str, Any]:
+def _key(source: Source, checker: Checker, fix: Path | None) -> dict[str, Any]:
     """What the parts depend on."""
     tokens = checker.tokens
     return {
-        "data": [source.fingerprint, str(source.folder(0)), stamp(data)],
+        "data": stamp_source(source),
         "processor": None if tokens is None else [tokens.kind, stamp(tokens.folder)],
         "max_length": checker.max_length,
         "fix": None if fix is None else str(fix.resolve()),
@@ -331,7 +331,7 @@ def validate(
             folder = Path(stack.enter_context(TemporaryDirectory()))
         else:
             stack.enter_context(alone(out))
-            folder = work_folder(out, _key(data, source, checker, fix))
+            folder = work_folder(out, _key(source, checker, fix))
         work = Checking(checker, folder, fix and fix.resolve(), report and report.resolve())
         result = submit(work, out or folder, cluster, workers)
     if result is not None and result.counts:

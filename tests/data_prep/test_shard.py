@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -108,26 +108,36 @@ def test_shards_are_balanced_by_size_not_by_rows(tmp_path: Path) -> None:
     assert max(sizes) < 1.05 * min(sizes)
 
 
-def test_a_call_that_was_cut_off_goes_on_and_a_whole_folder_is_left_alone(
-    sample: Path, tmp_path: Path
+def test_killed_at_any_instant_it_goes_on_and_a_whole_folder_is_left_alone(
+    sample: Path, tmp_path: Path, killed: Callable[..., int]
 ) -> None:
-    data, out = sample / "heldout.jsonl", tmp_path / "out"
-    assert run(data, out, "--shards", 3).exit_code == 0
-    whole = {path.name: path.read_bytes() for path in out.glob("*.parquet")}
-    # As a killed call leaves it: under its other name, one shard missing, one half written.
-    partial = out.rename(tmp_path / ".out.partial")
-    names = sorted(whole)
-    (partial / names[1]).unlink()
-    (partial / f".{names[1]}.partial").write_bytes(b"half")
-    kept = (partial / names[0]).stat().st_mtime_ns
+    data, out, parts = sample / "heldout.jsonl", tmp_path / "out", tmp_path / ".out.parts"
+    undisturbed = tmp_path / "undisturbed"
+    assert run(data, undisturbed, "--shards", 3).exit_code == 0
+    whole = {path.name: path.read_bytes() for path in undisturbed.iterdir()}
+    for count in (1, 2, 4, 5):   # three parts are measured, three shards written
+        assert killed(["shard", data, "--out", out, "--shards", 3], parts, count) >= count
+        assert not out.exists()
+    first = next(parts.glob("part-00000*"))
+    kept = first.stat().st_mtime_ns
+    (parts / ".tmp" / "other-1-part-00001-of-00003.parquet").write_bytes(b"half")   # left by the killed
     result = run(data, out, "--shards", 3)
     assert result.stdout.startswith("wrote: ")
-    assert {path.name: path.read_bytes() for path in out.glob("*.parquet")} == whole
-    assert (out / names[0]).stat().st_mtime_ns == kept
-    assert not list(out.glob(".part*"))
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == whole
+    assert (out / first.name).stat().st_mtime_ns == kept   # not written again
     assert run(data, out, "--shards", 3).stdout.startswith("present: ")
     other = run(data, out, "--shards", 2)
     assert (other.exit_code, "other data or settings" in other.stderr) == (1, True)
+    assert not parts.exists()
+
+
+def test_two_local_tasks_write_what_the_plain_command_does(sample: Path, tmp_path: Path) -> None:
+    written = []
+    for name, options in (("plain", ()), ("local", ("--executor", "local", "--tasks", 2))):
+        result = run(sample / "heldout.jsonl", tmp_path / name, "--shards", 3, *options)
+        assert result.exit_code == 0, result.output
+        written.append({path.name: path.read_bytes() for path in (tmp_path / name).iterdir()})
+    assert written[0] == written[1]
 
 
 def test_two_workers_write_what_one_does(sample: Path, tmp_path: Path) -> None:
