@@ -18,7 +18,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError
 
 import lmms_engine
-from lmms_engine.datasets.sources import file_mark
+from lmms_engine.datasets.sources.files import LocalFile
 from lmms_engine.parallel.mesh import Mesh
 
 MANIFEST_FILE = "manifest.json"
@@ -159,7 +159,7 @@ def weights_fingerprint(source: str | None) -> str | None:
         folder = folder if folder.is_dir() else Path(snapshot_download(source, local_files_only=True))
     except (OSError, HFValidationError):   # a resumed run does without the weights that it began from
         return None
-    marks = [file_mark(file) for file in sorted(folder.glob("*.safetensors"))]
+    marks = [LocalFile(str(file)).mark() for file in sorted(folder.glob("*.safetensors"))]
     return hashlib.blake2b(" ".join(marks).encode(), digest_size=16).hexdigest() if marks else None
 
 
