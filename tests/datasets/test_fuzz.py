@@ -1,4 +1,6 @@
-"""Damaged input: only BadRow and UserError come out, nothing hangs, and every row is given or named.
+"""Damaged rows and files: only BadRow and UserError come out, nothing hangs, every row is given or named.
+
+Media have a file of their own, test_fuzz_media.py.
 
 Suite: a few hundred cases, always the same. `FUZZ_CASES=2000 pytest tests/datasets/test_fuzz.py` runs so many
 new ones of each test.
@@ -12,30 +14,23 @@ import json
 import pickle
 import tempfile
 from collections.abc import Callable
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image
 
-from data_prep.clips import write_clip
 from lmms_engine.config import DatasetEntry
-from lmms_engine.datasets.media import decode_picture
-from lmms_engine.datasets.schema import MediaPart, Row, dump_row, parse_row
+from lmms_engine.datasets.schema import Row, dump_row, parse_row
 from lmms_engine.datasets.sources import open_source
-from lmms_engine.datasets.video import load_clip
 from lmms_engine.errors import BadRow, UserError
 from tests.datasets.fuzzing import cases, damaged, limited
 from tests.datasets.toy_data import ids_of, make_job, make_loader, steps_of_epoch
 
 FOLDER = Path("/data")
-NOISE = np.random.default_rng(0).integers(0, 256, (24, 20, 3), dtype=np.uint8)
 
 # Rows -------------------------------------------------------------------------------------------------
 
@@ -151,62 +146,6 @@ def test_a_row_that_was_read_can_be_written_and_read_again(obj: Any) -> None:
     row = outcome(lambda: parse_row(obj, FOLDER))
     if isinstance(row, Row):
         assert parse_row(dump_row(row), FOLDER).messages == row.messages
-
-
-# Media ------------------------------------------------------------------------------------------------
-
-
-def encoded(form: str, **options: Any) -> bytes:
-    out = io.BytesIO()
-    Image.fromarray(NOISE).save(out, form, **options)
-    return out.getvalue()
-
-
-TURNED = b"Exif\0\0MM\0*\0\0\0\x08\0\x01\x01\x12\0\x03\0\0\0\x01\0\x06\0\0\0\0\0\0"
-PICTURES = {
-    "jpeg": encoded("JPEG"),
-    "progressive": encoded("JPEG", progressive=True, exif=TURNED),
-    "png": encoded("PNG"),
-    "palette": encoded("GIF"),
-    "webp": encoded("WEBP"),
-    "tiff": encoded("TIFF", compression="tiff_lzw"),
-    "bmp": encoded("BMP"),
-}  # fmt: skip
-
-
-@cases(150)
-@given(st.sampled_from(list(PICTURES)).flatmap(lambda form: damaged(PICTURES[form])))
-def test_a_damaged_picture_is_a_picture_or_a_bad_row(data: bytes) -> None:
-    picture = outcome(lambda: decode_picture(data, "p"))
-    if isinstance(picture, BadRow):
-        assert picture.kind in ("media_corrupt", "media_too_large", "aspect_ratio")
-        return
-    assert picture.mode == "RGB"
-    assert np.asarray(picture).shape == (*picture.size[::-1], 3)
-
-
-def clip(folder: Path, suffix: str) -> bytes:
-    times = [Fraction(i, 8) for i in range(12)]
-    write_clip(folder / f"a{suffix}", [np.roll(NOISE, i, 0) for i in range(12)], times)
-    return (folder / f"a{suffix}").read_bytes()
-
-
-with tempfile.TemporaryDirectory() as made:
-    MP4 = clip(Path(made), ".mp4")
-
-
-@cases(100)
-@given(damaged(MP4))
-def test_a_damaged_clip_is_a_clip_or_a_bad_row(data: bytes) -> None:
-    part = MediaPart(kind="video", bytes=data or b"x")
-    got = outcome(lambda: load_clip(part, fps=4.0, min_frames=2, max_frames=8))
-    if isinstance(got, BadRow):
-        assert got.kind.startswith("media_") or got.kind == "aspect_ratio"
-        return
-    assert 1 <= len(got.frames) == len(got.times) <= 8
-    assert np.isfinite(got.times).all()
-    assert np.isfinite(got.rate)
-    assert (np.diff(got.times) > 0).all()
 
 
 # Files ------------------------------------------------------------------------------------------------
