@@ -94,14 +94,18 @@ def alone(out: Path) -> Iterator[None]:
 
 
 @contextmanager
-def put(folder: Path, name: str) -> Iterator[Path]:
-    """A path to write to, of this process alone; renamed to `name` in the work folder when the block ends
-    well. What a killed process leaves goes with the folder of such paths."""
+def put(folder: Path, name: str, home: Path | None = None) -> Iterator[Path]:
+    """A path to write to, of this process alone; renamed to `name` when the block ends well.
+
+    home: where it goes, on the same disk; None: the work folder itself. What a killed process leaves goes
+    with the work folder.
+    """
     temporary = folder / TEMPORARY / f"{socket.gethostname()}-{os.getpid()}-{name}"
     temporary.parent.mkdir(parents=True, exist_ok=True)
     try:
         yield temporary
-        temporary.replace(folder / name)
+        (home or folder).mkdir(parents=True, exist_ok=True)
+        temporary.replace((home or folder) / name)
     finally:
         temporary.unlink(missing_ok=True)
 

@@ -1,8 +1,9 @@
 """`data-prep convert`: data of the usual forms to rows in chat form; one file a form in this folder.
 
-A form is a module with two functions: `records(path, options)` gives what stands in its files with places,
-`row(record, options)` makes a row of one; both may give BadRow. What every form shares happens here: the row
-is parsed as training parses it, media that lie inside the data become files, and the rows are written.
+A form is a module with two functions: `records(path)` gives what stands in its files with places, in parts
+that processes share, `row(record, options)` makes a row of one; both may give BadRow. What every form shares
+happens here: the row is parsed as training parses it, media that lie inside the data become files, and the
+rows are written.
 """
 
 from __future__ import annotations
@@ -10,15 +11,19 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
+import shutil
 from collections import Counter
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import typer
 
-from data_prep.convert.common import Options
-from data_prep.rows import placed, progress_bar
-from data_prep.write import portable, whole, whole_text
+from data_prep.convert.common import Options, Records
+from data_prep.parts import alone, joined, put, run, work_folder
+from data_prep.rows import placed
+from data_prep.write import portable
 from lmms_engine.datasets.schema import MediaPart, Row, parse_row
 from lmms_engine.errors import BadRow, UserError
 from lmms_engine.registry import nearest
@@ -29,6 +34,7 @@ FORMATS = {
     "captions": "Parquet (or another table) of pictures and captions",
     "imagenet": "folder of pictures, a sub-folder a class",
     "llava": "LLaVA and ShareGPT: conversations, image(s), keys of the set's own",
+    "video_prompts": "CSV (or another table) of clips and prompts, for models that draw clips",
     "vqa": "CSV, TSV, JSON or Parquet of image, question, answer, perhaps choices",
     "webdataset": "tar files of pictures, clips or sounds with .txt or .json beside them",
 }
@@ -59,6 +65,83 @@ class Converted(NamedTuple):
     bad: Counter[str]
 
 
+@dataclass
+class Converting:
+    """Converts part by part; satisfies Work and, as its only one, Stage.
+
+    form: name of the form. base: what relative media paths resolve against. source: for every row's
+    `meta.source`. skip: whether a bad row is left out, or ends the work. folder: where the parts lie until
+    they are the JSONL file `out`; media inside the data go to `<out's stem>_media`.
+    """
+
+    form: str
+    records: Records
+    options: Options
+    base: Path
+    source: str | None
+    skip: bool
+    folder: Path
+    out: Path
+    title = "converting"
+
+    @property
+    def stages(self) -> list[Converting]:
+        """Itself."""
+        return [self]
+
+    def count(self) -> int:
+        """Number of parts."""
+        return len(self.records.parts)
+
+    def make(self, number: int) -> None:
+        """The rows of a part, and, written last, how many there are."""
+        note = _name(number, "json")
+        if (self.folder / note).is_file():
+            return
+        rows, bad = 0, Counter()
+        with put(self.folder, _name(number, "jsonl")) as path, open(path, "w", encoding="utf-8") as file:
+            for place, record in self.records.read(self.records.parts[number]):
+                try:
+                    file.write(json.dumps(self._row(record), ensure_ascii=False) + "\n")
+                    rows += 1
+                except BadRow as error:
+                    if not self.skip:
+                        hint = "(--on-bad-row skip leaves such rows out)"
+                        raise UserError(f"{placed(place, str(error))} {hint}") from None
+                    bad[error.kind] += 1
+        with put(self.folder, note) as path:
+            path.write_text(json.dumps([rows, bad]), encoding="utf-8")
+
+    def _row(self, record: dict[str, Any] | BadRow) -> dict[str, Any]:
+        if isinstance(record, BadRow):
+            raise record
+        made = _form(self.form).row(record, self.options)
+        row = parse_row(made if self.source is None else {**made, "source": self.source}, self.base)
+        return portable(_unpacked(row, self.folder, self.out), self.out.parent)
+
+    def finish(self) -> Converted:
+        """The file, of all parts."""
+        rows, bad = 0, Counter()
+        for number in range(self.count()):
+            more, kinds = json.loads((self.folder / _name(number, "json")).read_text(encoding="utf-8"))
+            rows += more
+            bad.update(kinds)
+        if rows:
+            joined(self.folder, [_name(number, "jsonl") for number in range(self.count())], self.out)
+        shutil.rmtree(self.folder)
+        return Converted(rows, bad)
+
+
+def _name(number: int, ending: str) -> str:
+    return f"part-{number:06d}.{ending}"
+
+
+def _form(name: str) -> Any:
+    if name not in FORMATS:
+        raise UserError(f"unknown form '{name}' (legal: {', '.join(FORMATS)}){nearest(name, list(FORMATS))}")
+    return importlib.import_module(f"data_prep.convert.{name}")
+
+
 def convert_rows(
     name: str,
     path: Path,
@@ -68,38 +151,28 @@ def convert_rows(
     media_folder: Path | None = None,
     source: str | None = None,
     skip: bool = False,
+    workers: int = 1,
 ) -> Converted:
     """Writes the rows of `path` to the JSONL file `out`; media inside the data to `<out's stem>_media`.
 
     media_folder: what relative media paths resolve against; None: the folder of the data. source: goes to
     every row's `meta.source`. skip: go on after a bad row, which else is a UserError.
     """
-    if name not in FORMATS:
-        raise UserError(f"unknown form '{name}' (legal: {', '.join(FORMATS)}){nearest(name, list(FORMATS))}")
-    form = importlib.import_module(f"data_prep.convert.{name}")
-    base = (media_folder or _folder_of(path)).resolve()
-    folder = out.resolve().parent
-    media = folder / f"{out.stem}_media"
-    rows, bad = 0, Counter()
-    with whole_text(out) as file, progress_bar(f"converting {path.name}", None) as advance:
-        for place, record in form.records(path, options):
-            advance(1)
-            try:
-                if isinstance(record, BadRow):
-                    raise record
-                made = form.row(record, options)
-                row = parse_row(made if source is None else {**made, "source": source}, base)
-                file.write(json.dumps(portable(_unpacked(row, media), folder), ensure_ascii=False) + "\n")
-                rows += 1
-            except BadRow as error:
-                if not skip:
-                    hint = "(--on-bad-row skip leaves such rows out)"
-                    raise UserError(f"{placed(place, str(error))} {hint}") from None
-                bad[error.kind] += 1
-        if not rows:
-            kinds = ", ".join(f"{kind} {count}" for kind, count in bad.most_common())
-            raise UserError(f"{path} has no row that can be converted{f' ({kinds})' if kinds else ''}")
-    return Converted(rows, bad)
+    form = _form(name)
+    if options.draw and not getattr(form, "DRAWS", False):
+        raise UserError(f"--draw: form '{name}' has no text that could ask for its media")
+    if options.draw and options.prompt is not None:
+        raise UserError("--draw and --prompt exclude each other: the text itself asks, or is the answer")
+    out, base = out.resolve(), (media_folder or _folder_of(path)).resolve()
+    with alone(out):
+        records = form.records(path)
+        key = {"form": name, "data": records.stamp, "options": asdict(options), "base": base}
+        folder = work_folder(out, {**key, "source": source, "skip": skip, "parts": len(records.parts)})
+        done = run(Converting(name, records, options, base, source, skip, folder, out), workers)
+    if not done.rows:
+        kinds = ", ".join(f"{kind} {count}" for kind, count in done.bad.most_common())
+        raise UserError(f"{path} has no row that can be converted{f' ({kinds})' if kinds else ''}")
+    return done
 
 
 def _folder_of(path: Path) -> Path:
@@ -112,26 +185,27 @@ def _folder_of(path: Path) -> Path:
     return folder
 
 
-def _unpacked(row: Row, media: Path) -> Row:
+def _unpacked(row: Row, folder: Path, out: Path) -> Row:
     """The row with its bytes written to files, named by their content: the same bytes are one file."""
+    media = out.parent / f"{out.stem}_media"
     messages = []
     for message in row.messages:
         content = tuple(
-            part.each_file(lambda file: _to_file(file, media)) if isinstance(part, MediaPart) else part
+            part.each_file(partial(_to_file, folder, media)) if isinstance(part, MediaPart) else part
             for part in message.content
         )
         messages.append(message.model_copy(update={"content": content}))
     return row.model_copy(update={"messages": tuple(messages)})
 
 
-def _to_file(part: MediaPart, media: Path) -> MediaPart:
+def _to_file(folder: Path, media: Path, part: MediaPart) -> MediaPart:
     if part.bytes is None:
         return part
     name = hashlib.blake2b(part.bytes, digest_size=16).hexdigest()
     path = media / name[:2] / f"{name}{suffix_of(part.bytes)}"
     if not path.exists():
-        with whole(path) as partial:
-            partial.write_bytes(part.bytes)
+        with put(folder, path.name, path.parent) as temporary:
+            temporary.write_bytes(part.bytes)
     return part.model_copy(update={"bytes": None, "path": str(path)})
 
 
@@ -172,12 +246,16 @@ def convert(
     on_bad_row: Annotated[
         Literal["stop", "skip"], typer.Option(help="Stop at a row that is of no use, or leave it out.")
     ] = "stop",
+    draw: Annotated[
+        bool, typer.Option("--draw", help="The text asks and the picture answers: for models that draw.")
+    ] = False,
+    workers: Annotated[int, typer.Option(min=1, help="Processes that convert.")] = 1,
 ) -> None:
     """Turn data of a usual form into rows in chat form.
 
     Media that lie inside the data become files in `<name>_media` beside the output. Paths are kept, and
     `validate` says whether they exist. The output appears when it is whole; the same call gives the same
-    bytes.
+    bytes, and one that was cut off is repeated and goes on.
 
     Examples:
 
@@ -185,11 +263,14 @@ def convert(
 
         data-prep convert vqa test.csv --columns question=prompt --columns answer=label --out data/vqa.jsonl
 
-        data-prep convert webdataset "shards/*.tar" --prompt "What is this?" --out data/web.jsonl
+        data-prep convert webdataset "shards/*.tar" --prompt "What is this?" --out data/web.jsonl --workers 8
+
+        data-prep convert imagenet imagenet/train --draw --out data/classes.jsonl
     """
-    options = Options(prompt, read_columns(columns or []))
+    options = Options(prompt, read_columns(columns or []), draw)
+    skip = on_bad_row == "skip"
     done = convert_rows(
-        form, data, out, options, media_folder=media_folder, source=source, skip=on_bad_row == "skip"
+        form, data, out, options, media_folder=media_folder, source=source, skip=skip, workers=workers
     )
     if done.bad:
         print("left out: " + ", ".join(f"{kind} {count}" for kind, count in done.bad.most_common()))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from data_prep.convert.common import (
     Options,
-    Record,
+    Records,
     answer,
     as_list,
     as_text,
@@ -23,7 +22,7 @@ from lmms_engine.datasets.schema import MEDIA_KEYS
 from lmms_engine.errors import BadRow
 
 
-def records(path: Path, options: Options) -> Iterator[Record]:
+def records(path: Path) -> Records:
     """The rows as they stand."""
     return read_records(path)
 

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
-from data_prep.rows import chunks_of, open_data, rows_of
+from data_prep.parts import stamp, stamp_source
+from data_prep.rows import Chunk, open_data, parts_of, rows_of
 from lmms_engine.errors import BadRow, UserError
 
+if TYPE_CHECKING:
+    from lmms_engine.datasets.sources import Source
+
 TABLES = (".csv", ".tsv")
+BOM = b"\xef\xbb\xbf"
+CSV_ROWS = 1024   # of a part of a table
+CSV_BYTES = 16 << 20
 
 # (where a person finds it, what stands there)
 Record = tuple[str, dict[str, Any] | BadRow]
@@ -22,47 +31,113 @@ Record = tuple[str, dict[str, Any] | BadRow]
 class Options:
     """Of a conversion. prompt: the question for data that has none; None: the format's own.
 
-    columns: what a format calls it -> what this file calls it.
+    columns: what a format calls it -> what this file calls it. draw: the text asks for the picture, which is
+    the answer; for models that draw.
     """
 
     prompt: str | None = None
     columns: Mapping[str, str] = field(default_factory=dict)
+    draw: bool = False
 
 
-def read_records(path: Path) -> Iterator[Record]:
+@dataclass(frozen=True)
+class Records:
+    """What stands in files, in parts that processes can share; can be pickled.
+
+    parts: what `read` takes, each so small that to do it again costs little. stamp: equal for equal files.
+    """
+
+    parts: Sequence[Any]
+    read: Callable[[Any], Iterator[Record]]
+    stamp: Sequence[Any]
+
+
+def read_records(path: Path) -> Records:
     """The rows of CSV or TSV with a header, or of JSONL, JSON, Parquet or Arrow files."""
     if path.suffix.lower() in TABLES:
-        yield from _read_csv(path)
-        return
+        return _csv_records(path)
     source = open_data(path)
-    for chunk in chunks_of(source):
+    return Records(parts_of(source), partial(_read_chunks, source), stamp_source(source))
+
+
+def _read_chunks(source: Source, chunks: Sequence[Chunk]) -> Iterator[Record]:
+    for chunk in chunks:
         for row, raw in rows_of(source, chunk):
             yield source.place(chunk.shard, row), raw
 
 
-def _read_csv(path: Path) -> Iterator[Record]:
+class Span(NamedTuple):
+    """Bytes of a table that hold whole records. line: lines before it."""
+
+    start: int
+    stop: int
+    line: int
+
+
+def _csv_records(path: Path) -> Records:
+    """Cut where a reader of the whole table ends a record: quotes may hold line breaks."""
     csv.field_size_limit(1 << 30)   # pictures in base64 are long fields
-    delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
+    end = 0
+
+    def lines(file: TextIO) -> Iterator[str]:
+        nonlocal end
+        for line in file:
+            end += len(line.encode())
+            yield line
+
+    spans: list[Span] = []
     try:
+        with open(path, "rb") as raw:
+            end = len(BOM) if raw.read(len(BOM)) == BOM else 0
         with open(path, encoding="utf-8-sig", newline="") as file:
-            reader = csv.DictReader(file, delimiter=delimiter, strict=True)
+            reader = csv.reader(lines(file), delimiter=_delimiter(path), strict=True)
+            names = next(reader, [])
+            start, line, rows = end, reader.line_num, 0
             while True:
                 try:
-                    record = next(reader)
+                    next(reader)
+                except csv.Error:
+                    pass   # a bad record is named when it is read
                 except StopIteration:
-                    return
-                except csv.Error as error:
-                    yield f"{path}, line {reader.line_num}", BadRow("csv", f"is no row of a table: {error}")
-                    continue
-                place = f"{path}, line {reader.line_num}"
-                names = reader.fieldnames or ()
-                if None in record or None in record.values():
-                    found = "more" if None in record else "fewer"
-                    yield place, BadRow("csv", f"has {found} fields than the {len(names)} of the header")
-                else:
-                    yield place, record
+                    break
+                rows += 1
+                if rows == CSV_ROWS or end - start >= CSV_BYTES:
+                    spans.append(Span(start, end, line))
+                    start, line, rows = end, reader.line_num, 0
+            if end > start:
+                spans.append(Span(start, end, line))
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8: {error}") from None
+    except csv.Error as error:
+        raise UserError(f"{path}, line 1 is no header of a table: {error}") from None
+    return Records(spans, partial(_read_span, path, names), stamp(path))
+
+
+def _delimiter(path: Path) -> str:
+    return "\t" if path.suffix.lower() == ".tsv" else ","
+
+
+def _read_span(path: Path, names: Sequence[str], span: Span) -> Iterator[Record]:
+    csv.field_size_limit(1 << 30)
+    with open(path, "rb") as file:
+        file.seek(span.start)
+        text = io.StringIO(file.read(span.stop - span.start).decode("utf-8"), newline="")
+    reader = csv.DictReader(text, names, delimiter=_delimiter(path), strict=True)
+    while True:
+        try:
+            record = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            place = f"{path}, line {span.line + reader.line_num}"
+            yield place, BadRow("csv", f"is no row of a table: {error}")
+            continue
+        place = f"{path}, line {span.line + reader.line_num}"
+        if None in record or None in record.values():
+            found = "more" if None in record else "fewer"
+            yield place, BadRow("csv", f"has {found} fields than the {len(names)} of the header")
+        else:
+            yield place, record
 
 
 def pick(record: Mapping[str, Any], name: str, usual: Sequence[str], options: Options) -> Any:
@@ -95,6 +170,14 @@ def as_text(value: Any, name: str) -> str:
     return str(value)
 
 
+def number(value: Any, name: str) -> float:
+    """A number, or text of one."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise BadRow("column", f"the {name} must be a number, got {value!r}") from None
+
+
 def as_list(value: Any) -> list[Any] | None:
     """A list, or JSON text of one; None for anything else."""
     if isinstance(value, str) and value.lstrip().startswith("["):
@@ -113,6 +196,13 @@ def ask(*content: dict[str, Any]) -> dict[str, Any]:
 def answer(text: str) -> dict[str, Any]:
     """An assistant turn; marks such as <image> in it stay text."""
     return {"role": "assistant", "content": [part(text)]}
+
+
+def told(item: dict[str, Any], text: str, prompt: str, options: Options) -> list[dict[str, Any]]:
+    """A medium and the prompt, answered by the text; with `draw` the text, answered by the medium."""
+    if options.draw:
+        return [ask(part(text)), {"role": "assistant", "content": [item]}]
+    return [ask(item, part(prompt)), answer(text)]
 
 
 def part(text: str) -> dict[str, Any]:

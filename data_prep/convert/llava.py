@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from data_prep.convert.common import Options, Record, read_records
+from data_prep.convert.common import Options, Records, read_records
 from lmms_engine.datasets.schema import MEDIA_KEYS, ROW_KEYS
 from lmms_engine.errors import BadRow
 
@@ -14,7 +13,7 @@ from lmms_engine.errors import BadRow
 ASSISTANTS = ("chatgpt", "bard", "bing", "claude")
 
 
-def records(path: Path, options: Options) -> Iterator[Record]:
+def records(path: Path) -> Records:
     """The rows of JSON or JSONL (or a table) as they stand."""
     return read_records(path)
 

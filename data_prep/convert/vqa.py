@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import string
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from data_prep.convert.common import (
     Options,
-    Record,
+    Records,
     answer,
     as_list,
     as_text,
@@ -32,7 +31,7 @@ ID = ("id", "question_id", "index")
 LETTERS = string.ascii_uppercase
 
 
-def records(path: Path, options: Options) -> Iterator[Record]:
+def records(path: Path) -> Records:
     """The rows as they stand."""
     return read_records(path)
 

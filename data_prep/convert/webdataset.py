@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.convert import llava
-from data_prep.convert.common import Options, Record, answer, as_text, ask, medium, need, part
+from data_prep.convert.common import Options, Record, Records, answer, as_text, ask, medium, need, part
+from data_prep.parts import stamp
 from lmms_engine.errors import BadRow, UserError
 
 KINDS = {
@@ -26,14 +27,13 @@ PROMPTS = {
 }
 
 
-def records(path: Path, options: Options) -> Iterator[Record]:
+def records(path: Path) -> Records:
     """Samples of a tar file, of a folder of them or of a glob: ending -> bytes, and `__key__`."""
     text = str(path)
     found = sorted(map(str, path.glob("**/*.tar*"))) if path.is_dir() else sorted(glob.glob(text))
     if not found:
         raise UserError(f"{path}: no tar file")
-    for file in found:
-        yield from _samples(file)
+    return Records(found, _samples, stamp(*map(Path, found)))
 
 
 def _samples(file: str) -> Iterator[Record]:

@@ -7,6 +7,7 @@ import csv
 import io
 import json
 import tarfile
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,8 @@ from PIL import Image
 from typer.testing import CliRunner, Result
 
 from data_prep.cli import app
-from data_prep.convert import FORMATS, alpaca, asr, captions, llava, vqa, webdataset
-from data_prep.convert.common import Options
+from data_prep.convert import FORMATS, alpaca, asr, captions, llava, video_prompts, vqa, webdataset
+from data_prep.convert.common import Options, read_records
 from lmms_engine.datasets.schema import Row, parse_row
 from lmms_engine.errors import BadRow
 
@@ -201,6 +202,83 @@ def test_imagenet_folder(tmp_path: Path) -> None:
     assert media_bytes(rows[0]) == [png("red")]
 
 
+def test_imagenet_folder_to_draw(tmp_path: Path) -> None:
+    (tmp_path / "d" / "n01").mkdir(parents=True)
+    (tmp_path / "d" / "n01" / "x.png").write_bytes(png("red"))
+    (row,) = convert("imagenet", tmp_path / "d", "--draw")
+    assert shown(row) == [("user", ["n01"]), ("assistant", ["[image]"])]
+    refused = run("vqa", tmp_path / "d", tmp_path / "o.jsonl", "--draw")
+    assert "--draw: form 'vqa' has no text that could ask" in refused.stderr
+    twice = run("imagenet", tmp_path / "d", tmp_path / "o.jsonl", "--draw", "--prompt", "?")
+    assert "--draw and --prompt exclude each other" in twice.stderr
+
+
+def test_video_prompts(tmp_path: Path) -> None:
+    path = tmp_path / "metadata.csv"
+    path.write_text('file_name,text,start,end,fps\na.mp4,"a cat, running",,,\nb.mp4,a dog,0.5,2,8\n')
+    first, second = convert("video_prompts", path, "--media-folder", tmp_path / "clips")
+    assert shown(first) == [("user", ["a cat, running"]), ("assistant", ["[video]"])]
+    clip = next(second.media())
+    assert (clip.path, clip.start, clip.end, clip.fps) == (str(tmp_path / "clips" / "b.mp4"), 0.5, 2.0, 8.0)
+    asked, _ = convert("video_prompts", path, "--prompt", "What is it?")
+    assert shown(asked) == [("user", ["[video]", "What is it?"]), ("assistant", ["a cat, running"])]
+
+
+def big_table(tmp_path: Path) -> Path:
+    """A table with line breaks of all kinds in its cells, a byte order mark, stray quotes, odd rows."""
+    path = tmp_path / "d.csv"
+    with path.open("w", newline="", encoding="utf-8-sig") as file:
+        writer = csv.writer(file)
+        writer.writerow(("index", "question", "answer"))
+        for n in range(60):
+            writer.writerow((n, f'Größe "{n}",\n\r\nor\rwhat?' * (n % 5), "yes"))
+            if n % 9 == 4:
+                file.write(f'{n},a 5" pipe,no\r\n{n},too,many,fields\r\n\r\n')
+    return path
+
+
+def test_a_table_cut_in_parts_is_read_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = big_table(tmp_path)
+    whole = [item for part in read_records(path).parts for item in read_records(path).read(part)]
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        expected = list(csv.DictReader(file, strict=True))
+    assert [record for _, record in whole if isinstance(record, dict)] == [
+        row for row in expected if None not in row
+    ]
+    assert sum(isinstance(record, BadRow) for _, record in whole) == 7
+    monkeypatch.setattr("data_prep.convert.common.CSV_ROWS", 3)
+    records = read_records(path)
+    assert len(records.parts) > 20
+    found = [item for part in records.parts for item in records.read(part)]
+    assert [(place, str(record)) for place, record in found] == [(p, str(r)) for p, r in whole]
+
+
+def test_killed_at_any_instant_it_goes_on_to_the_same_bytes(
+    tmp_path: Path, killed: Callable[..., int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("data_prep.convert.common.CSV_ROWS", 4)
+    lines = [f"{n},{base64.b64encode(png('red') + bytes([n // 2])).decode()},q,a" for n in range(60)]
+    path = tmp_path / "d.csv"
+    path.write_text("\n".join(["id,image,question,answer", *lines]))
+    out, parts = tmp_path / "out" / "rows.jsonl", tmp_path / "out" / ".rows.jsonl.parts"
+    for count in (1, 8, 17):   # two files a part, so also between them
+        assert killed(["convert", "vqa", path, "--out", out], parts, count) >= count
+        assert not out.exists()
+    first = parts / "part-000000.json"
+    seen = first.stat().st_mtime_ns
+    assert killed(["convert", "vqa", path, "--out", out], parts, len(list(parts.glob("part-*"))) + 1)
+    assert first.stat().st_mtime_ns == seen   # not done again
+    assert run("vqa", path, out).exit_code == 0
+    undisturbed = tmp_path / "undisturbed" / "rows.jsonl"
+    assert run("vqa", path, undisturbed, "--workers", 2).exit_code == 0
+    left, right = (
+        {str(f.relative_to(folder)): f.read_bytes() for f in folder.rglob("*") if f.is_file()}
+        for folder in (out.parent, undisturbed.parent)
+    )
+    assert left == right
+    assert len(left) == 30 + 2   # each picture twice; the rows and the lock
+
+
 BAD_TABLE = 'question,answer\nq,a\nonly\nq,a,more\nq,"cut\n'
 
 
@@ -246,7 +324,7 @@ def test_again_gives_the_same_bytes(tmp_path: Path) -> None:
 KEYS = (
     *("id", "image", "images", "conversations", "meta", "system", "history", "instruction", "input"),
     *("output", "question", "answer", "answers", "choices", "A", "B", "caption", "text", "audio"),
-    *("offset", "duration"),
+    *("offset", "duration", "video", "prompt", "start", "fps"),
 )
 leaves = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.binary(max_size=4)
 turns = st.fixed_dictionaries({"from": st.sampled_from(["human", "gpt", 3]), "value": st.text(max_size=9)})
@@ -260,7 +338,7 @@ values = st.recursive(
 @settings(max_examples=100, deadline=None)
 @given(st.fixed_dictionaries(dict.fromkeys(KEYS, values)))
 def test_any_record_gives_a_row_or_a_bad_row(record: dict[str, Any]) -> None:
-    for form in (alpaca, asr, captions, llava, vqa):
+    for form in (alpaca, asr, captions, llava, video_prompts, vqa):
         with suppress(BadRow):
             parse_row(form.row(record, Options()), Path("/"))
 
