@@ -70,7 +70,8 @@ class MediaPart(Frozen):
         """How messages name it: its path, its URL, its size, or how many frames it is a list of."""
         if self.frames is not None:
             return f"list of {len(self.frames)} frames (the first: {self.frames[0].label})"
-        return self.path or self.url or f"{len(self.bytes or b'')} bytes"
+        url = (self.url or "").partition("?")[0]   # the query may hold a signature
+        return self.path or url or f"{len(self.bytes or b'')} bytes"
 
     def each_file(self, change: Callable[[MediaPart], MediaPart]) -> MediaPart:
         """The part after `change`, or, if it is a list of frames, with each of them changed."""

@@ -40,7 +40,7 @@ class _Refused(Exception):
 def fetch(url: str, deadline: Deadline) -> bytes:
     """The object at `url`. Raises BadRow: `media_missing`, `media_too_large`, `timeout`; UserError if the
     packages for this kind of address are not installed."""
-    scheme = url.partition(":")[0].lower()
+    scheme, name = url.partition(":")[0].lower(), url.partition("?")[0]   # a query may hold a signature
     read = _read_web if scheme in WEB else _read_store
     reason: object = None
     for attempt in range(ATTEMPTS):
@@ -56,7 +56,7 @@ def fetch(url: str, deadline: Deadline) -> bytes:
             break
         except Exception as error:   # each kind of store has errors of its own
             reason = error if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-    raise BadRow("media_missing", f"cannot fetch {url}: {reason}")
+    raise BadRow("media_missing", f"cannot fetch {name}: {reason}")
 
 
 def _in_time(call: Callable[[], T], deadline: Deadline) -> T:
@@ -84,7 +84,7 @@ def _read_web(url: str, deadline: Deadline) -> bytes:
     try:
         with urllib.request.urlopen(request, timeout=SILENCE_SECONDS) as response:
             expected = response.headers.get("Content-Length")
-            data = _joined(lambda: response.read1(BLOCK_BYTES), url, deadline)
+            data = _joined(lambda: response.read1(BLOCK_BYTES), deadline)
     except urllib.error.HTTPError as error:
         answer = f"HTTP {error.code} {error.reason}"
         if error.code < 500 and error.code not in (408, 425, 429):
@@ -108,7 +108,7 @@ def _read_store(url: str, deadline: Deadline) -> bytes:
         raise UserError(f"{url} cannot be read: {error}. Install the extra `cloud`") from None
     try:
         with files.open(path, "rb", block_size=BLOCK_BYTES) as stream:
-            data = _joined(lambda: stream.read(BLOCK_BYTES), url, deadline)
+            data = _joined(lambda: stream.read(BLOCK_BYTES), deadline)
     except (FileNotFoundError, PermissionError) as error:
         raise _Refused(f"{type(error).__name__}: {error}") from None
     if not data:
@@ -116,11 +116,11 @@ def _read_store(url: str, deadline: Deadline) -> bytes:
     return data
 
 
-def _joined(read: Callable[[], bytes], url: str, deadline: Deadline) -> bytes:
+def _joined(read: Callable[[], bytes], deadline: Deadline) -> bytes:
     data = bytearray()
     while block := read():
         data += block
         if len(data) > MAX_BYTES:
-            raise BadRow("media_too_large", f"{url} is larger than {MAX_BYTES:,} bytes")
+            raise BadRow("media_too_large", f"{deadline.name} is larger than {MAX_BYTES:,} bytes")
         deadline.check()
     return bytes(data)

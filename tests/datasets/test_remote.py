@@ -13,7 +13,9 @@ import pytest
 
 from lmms_engine.datasets import remote
 from lmms_engine.datasets.limits import Deadline, media_time_limit
+from lmms_engine.datasets.media import load_picture
 from lmms_engine.datasets.remote import ATTEMPTS, fetch
+from lmms_engine.datasets.schema import MediaPart
 from lmms_engine.errors import BadRow
 
 Answer = Callable[[BaseHTTPRequestHandler], None]
@@ -128,6 +130,15 @@ def test_a_slow_server_is_left_when_the_time_is_over(server: Server, answer: Ans
         get(server.url, seconds=0.3)
     assert caught.value.kind == "timeout"
     assert time.monotonic() - start < 2
+
+
+def test_a_signature_stays_out_of_messages(server: Server) -> None:
+    server.answers = [say(403)]
+    part = MediaPart(kind="image", url=server.url + "/a.png?signature=secret")
+    with pytest.raises(BadRow, match=r"/a\.png: HTTP 403") as caught:
+        load_picture(part)
+    assert server.asked == ["GET /a.png?signature=secret"]
+    assert "secret" not in str(caught.value) + part.label
 
 
 def test_nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
