@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
 
 from lmms_engine.datasets.sample import Sample
 
 
-def media_units(sample: Sample) -> int:
+class WithMedia(Protocol):
+    """A sample, or a batch of them."""
+
+    @property
+    def media(self) -> Mapping[str, Tensor]: ...
+
+
+def media_units(sample: WithMedia) -> int:
     """Length of the sample's longest media tensor: patches of pictures and clips, chunks of sound."""
     return max((tensor.shape[0] for tensor in sample.media.values()), default=0)
 
@@ -25,5 +36,8 @@ class SampleCost:
     media_unit: float
 
     def __call__(self, sample: Sample) -> float:
-        tokens = len(sample)
-        return tokens + tokens * tokens / self.attention_length + self.media_unit * media_units(sample)
+        return self.of(len(sample), media_units(sample))
+
+    def of(self, tokens: int, units: int) -> float:
+        """The cost of a sample of so many tokens and media units."""
+        return tokens + tokens * tokens / self.attention_length + self.media_unit * units

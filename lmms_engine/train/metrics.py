@@ -21,6 +21,7 @@ from lmms_engine.datasets.skips import TRUNCATED
 from lmms_engine.models.flops import Flops
 from lmms_engine.objectives.base import SOURCE_TERM
 from lmms_engine.parallel.mesh import Mesh
+from lmms_engine.train.packing import PACKING_FILE, Packing
 from lmms_engine.train.step import StepStats
 
 METRICS_FILE = "metrics.jsonl"
@@ -136,13 +137,15 @@ def count_refused(skipped: list[dict[str, Any]]) -> int:
 class Recorder:
     """Holds the records of steps not yet written and turns them into rows.
 
-    coefficients: of the objective's terms, to combine term means into the loss.
+    coefficients: of the objective's terms, to combine term means into the loss. packing: what is noted of
+    packs in `packing.jsonl`.
     """
 
     run_dir: Path
     mesh: Mesh
     coefficients: dict[str, float]
     log_rows: bool = False
+    packing: Packing | None = None
     _pending: list[dict[str, Any]] = field(default_factory=list)
     _device: list[tuple[torch.Tensor, StepClock]] = field(default_factory=list)
 
@@ -172,6 +175,7 @@ class Recorder:
                 "skipped": record.skipped,
                 "peak_gb": record.peak_gb,
                 "rows": batch_records(record.step, record.micros) if self.log_rows else [],
+                "packs": self.packing.measure(record.micros) if self.packing else None,
             }
         )
 
@@ -191,10 +195,22 @@ class Recorder:
         rows = [self._row(step, [step[i] for i in data_ranks]) for step in steps]
         if self.mesh.is_main:
             append_lines(self.run_dir / METRICS_FILE, rows)
+            append_lines(self.run_dir / PACKING_FILE, self._packs(rows, steps, data_ranks))
             append_lines(
                 self.run_dir / SKIPPED_FILE, [s for step in steps for e in step for s in e["skipped"]]
             )
         return rows
+
+    def _packs(
+        self, rows: list[dict[str, Any]], steps: list[tuple[dict[str, Any], ...]], data_ranks: list[int]
+    ) -> list[dict[str, Any]]:
+        """A row of packing.jsonl for each of metrics.jsonl."""
+        if self.packing is None:
+            return []
+        return [
+            self.packing.row(row["step"], row["tokens"], [step[i]["packs"] for i in data_ranks])
+            for row, step in zip(rows, steps, strict=True)
+        ]
 
     def _row(self, ranks: tuple[dict[str, Any], ...], data_ranks: list[dict[str, Any]]) -> dict[str, Any]:
         """One row from the entries of all ranks; counts come from the data ranks, loss sums from all."""
@@ -302,7 +318,7 @@ def cut_back(run_dir: Path, step: int) -> int:
     """
     discarded = 0
     for path in sorted(run_dir.glob("*.jsonl")):
-        if path.name not in (METRICS_FILE, SKIPPED_FILE) and not path.name.startswith("rows-"):
+        if path.name not in (METRICS_FILE, SKIPPED_FILE, PACKING_FILE) and not path.name.startswith("rows-"):
             continue
         kept, gone = [], []
         for line in path.read_text(encoding="utf-8").splitlines():

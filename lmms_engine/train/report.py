@@ -18,6 +18,8 @@ from lmms_engine.errors import UserError
 from lmms_engine.train.drawings import read_drawings
 from lmms_engine.train.manifest import MANIFEST_FILE
 from lmms_engine.train.metrics import METRICS_FILE, read_lines
+from lmms_engine.train.packing import PACKING_FILE
+from lmms_engine.train.packing import describe as packing_figures
 from lmms_engine.train.rundir import CONFIG_FILE, flatten
 from lmms_engine.train.samples import Shown, first_samples
 
@@ -34,6 +36,7 @@ CURVES = (
     ("supervised_tokens", "Supervised tokens per step"),
     ("data_s", "Waiting for data, s"),
 )
+PACKING_CURVES = (("fill", "Packing fill"), ("spread", "Predicted spread of ranks"))
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 70rem; padding: 0 1rem }
 .curves { display: grid; grid-template-columns: repeat(auto-fit, minmax(24rem, 1fr)); gap: 1rem }
@@ -67,8 +70,8 @@ def write_report(run_dir: Path, samples: list[Shown] | None = None) -> Path:
             samples, missing = [], f"not available: {error}"
     path = run_dir / REPORT_FILE
     temporary = path.with_name(path.name + ".tmp")
-    drawings = read_drawings(run_dir)
-    page = render(run_dir.name, rows, config, manifest, samples, missing, drawings)
+    drawings, packing = read_drawings(run_dir), read_lines(run_dir / PACKING_FILE)
+    page = render(run_dir.name, rows, config, manifest, samples, missing, drawings, packing)
     temporary.write_text(page, encoding="utf-8")
     temporary.replace(path)
     return path
@@ -82,18 +85,21 @@ def render(
     samples: list[Shown],
     samples_missing: str = "",
     drawings: Sequence[tuple[str, Path]] = (),
+    packing: Sequence[dict[str, Any]] = (),
 ) -> str:
     """The page as text. No link, script, font or picture from elsewhere."""
     train = [row for row in rows if row["split"] == "train"]
     held_out = [row for row in rows if row["split"] == "eval"]
-    curves = "\n".join(f"<figure>{curve(key, name, train, held_out)}</figure>" for key, name in CURVES)
+    drawn = [curve(key, name, train, held_out) for key, name in CURVES]
+    drawn += [curve(key, name, list(packing), []) for key, name in PACKING_CURVES]
+    curves = "\n".join(f"<figure>{each}</figure>" for each in drawn)
     origin = {key: value for key, value in manifest.items() if key not in ("history", "packages")}
     shown = "\n".join(_sample(sample) for sample in samples) or f"<p>{html.escape(samples_missing)}</p>"
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>
 <style>{STYLE}</style></head><body>
 <h1>{html.escape(title)}</h1>
-{_table(summary(train, held_out))}
+{_table({**summary(train, held_out), **packing_figures(packing)})}
 <h2>Curves</h2><div class="curves">{curves}</div>
 {_drawings(drawings)}
 <h2>Samples</h2><p>Rows of the training data as the model sees them; supervised text is marked.</p>

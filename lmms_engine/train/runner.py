@@ -42,7 +42,10 @@ from lmms_engine.train.metrics import (
     cut_back,
     make_row,
     peak_memory_gb,
+    read_lines,
 )
+from lmms_engine.train.packing import PACKING_FILE, Packing
+from lmms_engine.train.packing import describe as packing_figures
 from lmms_engine.train.parallelize import build_model
 from lmms_engine.train.report import NUM_SAMPLES, write_report
 from lmms_engine.train.samples import Shown, show
@@ -134,6 +137,8 @@ class TrainRunner:
         )
         if self.mesh.is_main:
             write_report(self.run_dir, self._shown)
+            for name, words in packing_figures(read_lines(self.run_dir / PACKING_FILE)).items():
+                log.info("%s: %s", name, words)
         for loader in (self.loader, *self.eval_loaders.values()):
             loader.close()
         self.mesh.barrier()
@@ -325,7 +330,9 @@ class TrainRunner:
             write_manifest(self.run_dir, manifest, resumed_from=self.step)
         mesh.barrier()  # no rank appends rows before the cut
         coefficients, log_rows = self.objective.coefficients, job.trainer.log_rows
-        self.recorder = Recorder(self.run_dir, mesh, coefficients, log_rows=log_rows)
+        self.recorder = Recorder(
+            self.run_dir, mesh, coefficients, log_rows=log_rows, packing=Packing.of(job)
+        )
         self._frozen = frozen_names(self.objective.model)
         self._log_global_batch()
 
