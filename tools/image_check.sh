@@ -67,8 +67,9 @@ read_only() { # not even by root
     docker run --rm --read-only --tmpfs /tmp --user 0:0 lmms-engine:local \
         bash -c 'for place in /app /opt/venv /etc /usr; do if touch "$place/new"; then exit 1; fi; done; touch /app/runs/new /app/data/new /cache/new'
 }
-imports() { docker run --rm --user 4321:4321 lmms-engine:local python -c 'import deepspeed, fla, liger_kernel, torch, wandb'; }
-doctor() { docker run --rm --user 4321:4321 lmms-engine:local lmms-engine doctor; }
+bare() { docker run --rm --read-only --tmpfs /tmp:exec --user 4321:4321 lmms-engine:local "$@"; }
+imports() { bare python -c 'import deepspeed, fla, liger_kernel, torch, wandb'; }
+doctor() { bare lmms-engine doctor; }
 test_stage() {
     docker build --build-arg "BASE_IMAGE=$base" --target test --tag lmms-engine:test . &&
         docker run --rm --read-only --tmpfs /tmp lmms-engine:test python -m pytest -q -p no:cacheprovider tests/test_config.py
@@ -78,7 +79,7 @@ kernel() { # in the built root: its compiler and its torch, with this machine's 
     for file in /etc/ssl/certs/ca-certificates.crt /etc/pip.conf /etc/resolv.conf; do
         if [[ -f $file ]]; then options+=(--volume "$file:$file"); fi
     done
-    docker run --rm --tmpfs /tmp:exec --network host --env TORCH_CUDA_ARCH_LIST=9.0 "${options[@]}" \
+    docker run --rm --read-only --tmpfs /tmp:exec --network host --env TORCH_CUDA_ARCH_LIST=9.0 "${options[@]}" \
         lmms-engine:local tools/flash_attn.sh kernel /tmp/kernel
 }
 
