@@ -2,7 +2,7 @@
 # Build the whole Dockerfile on a stand-in base and run what is in it, on a machine without a container engine.
 # Usage: make image-check     Needs root, podman, debootstrap, 30 GB of disk and a network; half an hour on two cores.
 # Environment: BASE_IMAGE (default: Debian bookworm, made by debootstrap), KERNEL=1 (also compile one kernel file of
-#   flash-attn), DEBIAN_MIRROR, BUILD_OPTIONS (for podman build), KEEP=1 (leave the image).
+#   flash-attn), STEPS (how many README's training runs take; default: the whole smoke preset), DEBIAN_MIRROR, BUILD_OPTIONS (for podman build), KEEP=1 (leave the image).
 # Looks at the committed state. The outcome goes to docs/image.md if all of it passed.
 set -euo pipefail
 repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -92,6 +92,8 @@ container_commands() { # the fenced lines of README's section
 }
 
 main() {
+    local line steps="" note=""
+    if [[ -n ${STEPS:-} ]]; then steps=trainer_args.max_steps=$STEPS note=", $STEPS steps"; fi
     make_base
     say "cloning"
     export GIT_CONFIG_COUNT=1 GIT_CONFIG_KEY_0=safe.directory GIT_CONFIG_VALUE_0='*'
@@ -115,7 +117,14 @@ main() {
         check "\`lmms-engine doctor\`" doctor
         check "target \`test\` holds the suite" test_stage
         while IFS= read -r line; do
-            if [[ $line == *" up "* ]]; then check "README: \`${line%%  *}\`" serves "$line"; else check "README: \`${line%%  *}\`" bash -c "$line"; fi
+            line=${line%%  *} # without its comment
+            if [[ $line == *" up "* ]]; then
+                check "README: \`$line\`" serves "$line"
+            elif [[ $line == *launch.sh ]]; then
+                check "README: \`$line\`$note" bash -c "$line $steps"
+            else
+                check "README: \`$line\`" env "ARGS=$steps" bash -c "$line"
+            fi
         done < <(container_commands)
         if [[ ${KERNEL:-0} == 1 ]]; then check "one flash-attn kernel for sm_90" kernel; fi
         size=$(podman image inspect --format '{{.Size}}' lmms-engine:local)
