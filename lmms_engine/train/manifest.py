@@ -103,19 +103,23 @@ def write_manifest(run_dir: Path, manifest: dict[str, Any], resumed_from: int) -
 
 
 def git_state(root: Path) -> dict[str, Any] | None:
-    """Commit and whether tracked files differ from it; None outside a repository."""
+    """Commit, whether tracked files differ from it, and a hash of how; None outside a repository."""
     if not (root / ".git").exists():
         return None
     commit = _git(root, "rev-parse", "HEAD")
     changed = _git(root, "status", "--porcelain", "--untracked-files=no")
-    return None if commit is None else {"commit": commit, "dirty": bool(changed)}
+    if commit is None:
+        return None
+    difference = _git(root, "diff", "--binary", "HEAD") if changed else None
+    digest = hashlib.sha256(difference.encode()).hexdigest() if difference else None
+    return {"commit": commit, "dirty": bool(changed), "changes_sha256": digest}
 
 
 def _git(root: Path, *arguments: str) -> str | None:
     # In a container the files often belong to another user, and git would refuse to look at them.
     command = ["git", "-c", f"safe.directory={root}", "-C", str(root), *arguments]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=20)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None

@@ -5,11 +5,11 @@ set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 cd "$here/../.."
 recipe=recipes/${here##*/}
-if [[ -d .venv/bin ]]; then PATH=$PWD/.venv/bin:$PATH; fi
+if [[ -d .venv/bin && -z ${LMMS_IMAGE_COMMIT:-} ]]; then PATH=$PWD/.venv/bin:$PATH; fi # the image has its own
 nnodes=${NNODES:-${SLURM_STEP_NUM_NODES:-1}}
 node_rank=${NODE_RANK:-${SLURM_NODEID:-0}}
 if [[ -z ${MASTER_ADDR:-} && -n ${SLURM_STEP_NODELIST:-} ]]; then
-    MASTER_ADDR=$(scontrol show hostnames "$SLURM_STEP_NODELIST" | head -n 1)
+    MASTER_ADDR=$(scontrol show hostnames "$SLURM_STEP_NODELIST" | sed -n 1p)
 fi
 mkdir -p data
 flock data/.prepare.lock python "$recipe/prepare.py" --if-missing

@@ -79,11 +79,6 @@ def test_a_copy_trains_its_own_run(clone: Path, start: Start) -> None:
     assert steps(old) == [1, 2, 3]
 
 
-def test_two_processes(clone: Path, start: Start) -> None:
-    finish(start("qwen2_5_vl", *QUICK[:2], NGPU="2", PRESET="smoke"))
-    assert steps(clone / "runs/qwen2_5_vl-smoke") == [1, 2, 3]
-
-
 @pytest.mark.parametrize(
     ("override", "env", "said"),
     [

@@ -66,7 +66,7 @@ def test_no_bare_except(repo: Path) -> None:
 
 
 def test_shell_scripts(repo: Path, files: list[Path]) -> None:
-    scripts = [path for path in files if path.suffix == ".sh" or path == Path(".ci/run")]
+    scripts = [path for path in files if path.suffix in (".sh", ".sbatch") or path == Path(".ci/run")]
     assert {Path(".ci/run"), Path("tools/setup.sh")} <= set(scripts)
     checker = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     assert checker, "shellcheck is in the lock"

@@ -68,9 +68,14 @@ def test_git_state_sees_commit_and_changes(tmp_path):
     (tmp_path / "file").write_text("1")
     git("add", "file")
     git("commit", "-q", "-m", "first")
-    assert git_state(tmp_path) == {"commit": git("rev-parse", "HEAD"), "dirty": False}
-    (tmp_path / "file").write_text("2")
-    assert git_state(tmp_path)["dirty"]
+    commit = git("rev-parse", "HEAD")
+    assert git_state(tmp_path) == {"commit": commit, "dirty": False, "changes_sha256": None}
+    changed = []
+    for text in ("2", "3", "2"):
+        (tmp_path / "file").write_text(text)
+        changed.append(git_state(tmp_path))
+    assert changed[0]["dirty"]
+    assert changed[0] == changed[2] != changed[1]
 
 
 def test_it_names_the_files_of_the_command_line(tmp_path, monkeypatch):
