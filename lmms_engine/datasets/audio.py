@@ -138,7 +138,9 @@ class _File:
     def _decoded(self, seek: bool) -> Iterator[tuple[int, np.ndarray]]:
         """(number of its first sample, samples) of each frame; the numbers after the first are not right."""
         source = io.BytesIO(self._source) if isinstance(self._source, bytes) else str(self._source)
-        with av.open(source, metadata_errors="replace", options=DECODER_OPTIONS) as container:
+        options = {"options": DECODER_OPTIONS, "timeout": self._deadline.calls}
+        with av.open(source, metadata_errors="replace", **options) as container:
+            self._deadline.check()
             stream = self._stream(container)
             self._stated, self._slack = _stated_seconds(container, stream)
             self._sought = seek and self._seek(container, stream)
@@ -149,6 +151,7 @@ class _File:
                 for frame in packet.decode():
                     block = self._mono(frame)
                     yield _number(frame, stream) if self._sought else 0, block
+            self._deadline.check()
 
     def _seek(self, container: av.container.InputContainer, stream: av.AudioStream) -> bool:
         start = self._part.start or 0.0
@@ -211,6 +214,7 @@ class _File:
         except (av.FFmpegError, EOFError, OSError, ValueError, MemoryError) as error:
             if isinstance(error, BadRow):
                 raise
+            self._deadline.check()   # the library may have stopped for it
             raise BadRow("media_corrupt", f"{self._name} cannot be decoded: {error}") from None
 
 

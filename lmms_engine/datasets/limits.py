@@ -6,9 +6,9 @@
         deadline.check()                  # BadRow `timeout` once the time is over
 
 Time is looked at between the reads of a picture's file, the packets and frames of a clip or sound, and the
-blocks of a download. A single call into a decoder is not interrupted; it ends by itself, because sizes are
-held against the limits below before anything of that size is allocated. Files that can block a reader for
-ever, such as pipes and devices, are not opened at all.
+blocks of a download, and by FFmpeg between its own reads. A decoder at work is not interrupted; it ends by
+itself, because sizes are held against the limits below before anything of that size is allocated. Files that
+can block a reader for ever, such as pipes and devices, are not opened at all.
 """
 
 from __future__ import annotations
@@ -57,6 +57,13 @@ class Deadline:
     def left(self) -> float:
         """Seconds that are left, at least 0."""
         return max(self._end - time.monotonic(), 0.0)
+
+    @property
+    def calls(self) -> tuple[float, float]:
+        """For PyAV's `timeout`: what FFmpeg itself holds opening and reading to. A playlist that is never
+        finished would keep one call busy for ever. A call that is ended so may look like the file's end:
+        `check` after it."""
+        return (max(self.left, 0.001),) * 2
 
     def check(self) -> None:
         """Raises BadRow `timeout` if the time is over."""

@@ -31,9 +31,10 @@ if TYPE_CHECKING:
 
 BACKGROUND = (255, 255, 255)
 
-# What Pillow's plugins raise on files that are cut or garbled.
+# What Pillow's plugins raise on files that are cut or garbled; RuntimeError is AVIF's.
 CORRUPT = (
-    OSError, SyntaxError, ValueError, EOFError, IndexError, KeyError, TypeError, struct.error, zlib.error
+    OSError, SyntaxError, ValueError, EOFError, IndexError, KeyError, TypeError, RuntimeError,
+    ArithmeticError, struct.error, zlib.error,
 )  # fmt: skip
 
 

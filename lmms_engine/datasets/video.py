@@ -181,7 +181,6 @@ class _File:
                 if jumped:
                     decoder = self._decode_from(container, stream, target)
                 while (frame := self._guard(lambda decoder=decoder: next(decoder, None))) is not None:
-                    self._deadline.check()
                     position = _stamp(frame)
                     if position is not None and position >= target:
                         break
@@ -208,6 +207,7 @@ class _File:
     def _open(self) -> av.container.InputContainer:
         source = io.BytesIO(self._source) if isinstance(self._source, bytes) else str(self._source)
         options = {"metadata_errors": "replace", "options": DECODER_OPTIONS}   # titles in any encoding
+        options["timeout"] = self._deadline.calls
         return self._guard(lambda: av.open(source, **options))
 
     def _stream(self, container: av.container.InputContainer) -> av.VideoStream:
@@ -222,16 +222,18 @@ class _File:
         return stream
 
     def _guard(self, call: Callable):
-        self._deadline.check()
         try:
-            return call()
+            result = call()
         except (av.FFmpegError, EOFError, OSError, ValueError, MemoryError) as error:
             if isinstance(error, BadRow):
                 raise
+            self._deadline.check()   # the library may have stopped for it
             if isinstance(error, av.error.ArgumentError) and not self._sized:
                 most = f"has frames of more than {MAX_FRAME_PIXELS:,} pixels, or of no size"
                 raise BadRow("media_too_large", f"clip {self._name} {most}") from None
             raise BadRow("media_corrupt", f"clip {self._name} cannot be decoded: {error}") from None
+        self._deadline.check()
+        return result
 
 
 class _Facts(NamedTuple):

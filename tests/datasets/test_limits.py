@@ -19,6 +19,7 @@ import pytest
 from PIL import Image
 
 from lmms_engine.config import DatasetSection
+from lmms_engine.datasets.audio import load_sound
 from lmms_engine.datasets.limits import DEFAULT_SECONDS, MAX_FRAME_PIXELS, media_time_limit
 from lmms_engine.datasets.loader import Loader
 from lmms_engine.datasets.media import decode_picture, load_picture
@@ -31,6 +32,7 @@ from tests.datasets.toy_data import ByteProcessor, ids_of, make_job, steps_of_ep
 
 MEGABYTE = 1 << 20
 SOME_FRAMES = partial(load_clip, fps=1.0, min_frames=1, max_frames=4)
+LOOK = {"image": load_picture, "video": SOME_FRAMES, "audio": partial(load_sound, rate=16_000)}
 
 
 @contextmanager
@@ -122,6 +124,29 @@ def test_a_list_of_frames_shares_one_time(tmp_path: Path) -> None:
     assert caught.value.kind == "timeout"
 
 
+@pytest.mark.parametrize("kind", ["video", "audio"])
+def test_a_playlist_that_never_ends(tmp_path: Path, kind: str) -> None:
+    """The library asks for its next piece again and again, inside of one call."""
+    with av.open(str(tmp_path / "piece.ts"), "w") as container:
+        if kind == "audio":
+            stream = container.add_stream("aac", rate=16_000, layout="mono")
+            frame = av.AudioFrame.from_ndarray(np.zeros((1, 16_000), np.float32), "fltp", "mono")
+            frame.sample_rate = 16_000
+        else:
+            stream = container.add_stream("mpeg2video", rate=25)
+            stream.width, stream.height, stream.pix_fmt = 64, 64, "yuv420p"
+            frame = av.VideoFrame.from_ndarray(np.zeros((64, 64, 3), np.uint8), "rgb24")
+        container.mux([*stream.encode(frame), *stream.encode(None)])
+    lines = ["#EXTM3U", "#EXT-X-TARGETDURATION:1", "#EXT-X-MEDIA-SEQUENCE:0", "#EXTINF:1.0,", "piece.ts"]
+    (tmp_path / "live.m3u8").write_text("\n".join(lines) + "\n")
+    part = MediaPart(kind=kind, path=str(tmp_path / "live.m3u8"))
+    start = time.monotonic()
+    with media_time_limit(0.5), pytest.raises(BadRow) as caught:
+        LOOK[kind](part)
+    assert caught.value.kind == "timeout"
+    assert time.monotonic() - start < 3
+
+
 def test_pipes_are_not_waited_for(tmp_path: Path) -> None:
     folder = tmp_path / "frames"
     folder.mkdir()
@@ -135,13 +160,13 @@ def test_pipes_are_not_waited_for(tmp_path: Path) -> None:
         MediaPart(kind="image", url=pipe.as_uri()),
         MediaPart(kind="image", path="/dev/zero"),
         MediaPart(kind="video", path=str(pipe)),
+        MediaPart(kind="audio", path=str(pipe)),
         MediaPart(kind="video", path=str(folder)),
         MediaPart(kind="video", frames=(frame,)),
     ]
     for part in parts:
-        look = load_picture if part.kind == "image" else SOME_FRAMES
         with pytest.raises(BadRow, match="a pipe, socket or device") as caught:
-            look(part)
+            LOOK[part.kind](part)
         assert caught.value.kind == "media_missing"
 
 

@@ -155,7 +155,7 @@ def test_other_bytes_are_corrupt(data: bytes) -> None:
     assert caught.value.kind == "media_corrupt"
 
 
-@pytest.mark.parametrize("format_", ["JPEG", "PNG", "WEBP", "GIF", "TIFF", "BMP"])
+@pytest.mark.parametrize("format_", ["JPEG", "PNG", "WEBP", "GIF", "TIFF", "BMP", "AVIF"])
 def test_garbled_files_decode_or_are_bad_rows(format_: str) -> None:
     data = encode(Image.fromarray(np.arange(4096, dtype=np.uint8).reshape(64, 64)), format_)
     rng = np.random.default_rng(0)
