@@ -161,6 +161,7 @@ DATASET: dict[str, Any] = {
     "datasets": Kept(),
     "eval_dataset_path": Kept({"": None}),
     "eval_datasets": Kept(),
+    "remote_cache": Kept(),
     "processor_config": Kept(),
     "shuffle": Kept(),
     "packing": Kept(),

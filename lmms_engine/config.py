@@ -11,13 +11,22 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from lmms_engine import compat
 from lmms_engine.config_check import Schema, check, without_nulls
-from lmms_engine.config_load import dump_yaml, expand, layer_for, merge, parse_override, read_yaml, show
+from lmms_engine.config_load import (
+    dump_yaml,
+    expand,
+    is_elsewhere,
+    layer_for,
+    merge,
+    parse_override,
+    read_yaml,
+    show,
+)
 from lmms_engine.config_rules import contradictions
 from lmms_engine.errors import UserError
 
@@ -66,7 +75,7 @@ class ModelSection(Section):
 class DatasetEntry(Section):
     """One source of rows."""
 
-    path: Name                                # absolute after loading, unless it is a URL or a hub id
+    path: Name                                # absolute after loading, unless it is an address or a hub id
     data_folder: str = ""                     # what media paths are relative to; absolute after loading
     data_type: Format = "auto"
     weight: PositiveFloat = 1.0               # how often it is drawn, relative to the other entries
@@ -79,6 +88,13 @@ class ProcessorConfig(Section):
     processor_type: Name | None = None
     processor_name: Name | None = None
     extra_kwargs: dict[str, Any] = {}
+
+
+class RemoteCache(Section):
+    """Blocks of data that lie elsewhere, on this machine's disk; those used last are kept."""
+
+    folder: Name | None = None                # null: ~/.cache/lmms_engine/remote
+    size_gb: Annotated[float, Field(ge=0.1)] = 20.0
 
 
 class PackingKwargs(Section):
@@ -101,6 +117,7 @@ class DatasetSection(Section):
     dataset_format: Literal["auto", "yaml", "json", "jsonl", "csv", "arrow", "parquet", "hf_dataset"] = "auto"
     datasets: Entries = ()
     eval_datasets: Entries = ()
+    remote_cache: RemoteCache = RemoteCache()
     processor_config: ProcessorConfig = ProcessorConfig()
     shuffle: bool = True
     packing: bool = True
@@ -232,9 +249,6 @@ class Job(Section):
 
 # Keys whose feature is still to come: the values that are legal until then.
 LEGAL_NOW: dict[str, tuple[Any, ...]] = {
-    "dataset_config.dataset_format": ("auto", "yaml", "json", "jsonl", "csv", "arrow", "parquet"),
-    "dataset_config.datasets.*.data_type": ("auto", "json", "jsonl", "csv", "arrow", "parquet"),
-    "dataset_config.eval_datasets.*.data_type": ("auto", "json", "jsonl", "csv", "arrow", "parquet"),
     "trainer_args.use_muon": (False,),
 }
 
@@ -258,6 +272,7 @@ PATHS = (
     "dataset_config.dataset_path",
     "dataset_config.eval_dataset_path",
     "dataset_config.processor_config.processor_name",
+    "dataset_config.remote_cache.folder",
     "trainer_args.output_dir",
     "plugins.*",
 )
@@ -455,7 +470,7 @@ def _settle_entries(tree: dict[str, Any]) -> None:
     section = tree.get("dataset_config")
     if not isinstance(section, dict):
         return
-    form, stored = section.get("dataset_format"), LEGAL_NOW["dataset_config.datasets.*.data_type"]
+    form, stored = section.get("dataset_format"), get_args(Format)
     for name, _ in DATASET_FILES:
         entries = section.get(name)
         for entry in entries if isinstance(entries, list) else ():
@@ -463,7 +478,7 @@ def _settle_entries(tree: dict[str, Any]) -> None:
                 continue
             if form in stored and entry.get("data_type") is None:
                 entry["data_type"] = form
-            if "://" in entry["path"] or entry.get("data_type") == "hf_dataset":
+            if is_elsewhere(entry["path"], entry.get("data_type")):
                 continue
             path = Path(os.path.abspath(entry["path"]))
             base = path if path.is_dir() else path.parent

@@ -7,6 +7,7 @@ and `12:30` are text. A key given twice in one mapping is an error.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,6 +22,11 @@ FLOAT = re.compile(
     r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
 )
 VARIABLE = re.compile(r"\$(?:\{(\w+)\}|([A-Za-z_]\w*))")
+# A data set of the hub: org/name[@revision][:config[:split]]
+HUB_ID = (
+    r"(?P<repo>(?:[\w.-]+/)?[\w.-]+)(?:@(?P<revision>[^:@]+))?"
+    r"(?::(?P<config>[\w.-]*)(?::(?P<split>[\w.-]+))?)?"
+)
 MAX_SHOWN = 120   # characters of a value in an error message
 
 
@@ -149,6 +155,22 @@ def layer_for(tree: Any, parts: list[str], value: Any, done: tuple[str, ...] = (
         return items
     below = tree.get(head) if isinstance(tree, dict) else None
     return {head: layer_for(below, rest, value, (*done, head))}
+
+
+def is_elsewhere(path: str, data_type: str | None = None) -> bool:
+    """Whether the path of a dataset is an address or a hub id, and no file or folder of this machine.
+
+    `org/name` is one of the hub unless it is here, names a format, or lies in a folder that is here.
+    """
+    if "://" in path:
+        return True
+    if os.path.lexists(path) or data_type not in (None, "auto", "hf_dataset"):
+        return False
+    found = re.fullmatch(HUB_ID, path)
+    if found is None or data_type == "hf_dataset":
+        return found is not None
+    file = path.lower().endswith((".jsonl", ".json", ".csv", ".parquet", ".arrow"))
+    return "/" in found["repo"] and not file and not os.path.isdir(path.partition("/")[0])
 
 
 def expand(text: str, env: Mapping[str, str]) -> str:

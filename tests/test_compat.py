@@ -457,7 +457,7 @@ LATER = {
     "hub data": (
         "model_config: {load_from_pretrained_path: a/b}\n"
         "dataset_config: {datasets: [{path: a/b, data_type: hf, kwargs: {split: train}}]}\n",
-        ["dataset_config.datasets.0.data_type=hf_dataset", "dataset_config.datasets.0.kwargs="],
+        ["dataset_config.datasets.0.kwargs="],
     ),
 }
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -146,14 +147,18 @@ def pack_tensor(name: str, tensor: Tensor) -> dict[str, Any]:
 
 
 def unpack_tensor(record: Mapping[str, Any]) -> Tensor:
-    """The tensor of a record; memory of its own."""
-    data, dtype = record["data"], np.dtype(record["dtype"])
+    """The tensor of a record, whose data are anything that gives its bytes; memory of its own."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    data, shape = record["data"], record["shape"]
     if record["levels"] is None:
-        array = np.frombuffer(data, dtype).copy()
-    else:
-        levels = np.frombuffer(record["levels"], dtype)
-        array = levels[np.frombuffer(data, np.uint8 if len(levels) <= 256 else np.uint16)]
-    return torch.from_numpy(array.reshape(record["shape"]))
+        return torch.from_numpy(np.frombuffer(data, record["dtype"]).reshape(shape).copy())
+    levels = pa.array(np.frombuffer(record["levels"], record["dtype"]))
+    kind = pa.uint8() if len(levels) <= 256 else pa.uint16()
+    numbers = pa.Array.from_buffers(kind, math.prod(shape), [None, pa.py_buffer(data)])
+    # Arrow's look-up, a third of NumPy's time: most of what reading a picture costs.
+    return torch.from_dlpack(pc.take(levels, numbers, boundscheck=False)).view(shape)
 
 
 # Files -----------------------------------------------------------------------------------------------
@@ -184,11 +189,18 @@ def _record(content: Content) -> dict[str, Any]:
     return {"id": None, "bad": bad, "truncated": None, "tensors": None}
 
 
-def _content(record: Mapping[str, Any]) -> Content:
-    if record["tensors"] is not None:
-        tensors = {item["name"]: unpack_tensor(item) for item in record["tensors"]}
-        return EncodedRow(record["id"], tensors, record["truncated"])
-    bad = record["bad"]
+def _content(batch: pa.RecordBatch, row: int) -> Content:
+    one = {name: batch.column(name)[row] for name in batch.schema.names}
+    if one["tensors"].is_valid:
+        fields = one["tensors"].values.flatten()
+        names, dtypes, shapes, levels = (field.to_pylist() for field in fields[:4])
+        data = [item.as_buffer() for item in fields[4]]   # not copied
+        tensors = {
+            name: unpack_tensor(dict(zip(("dtype", "shape", "levels", "data"), rest, strict=True)))
+            for name, *rest in zip(names, dtypes, shapes, levels, data, strict=True)
+        }
+        return EncodedRow(one["id"].as_py(), tensors, one["truncated"].as_py())
+    bad = one["bad"].as_py()
     return None if bad is None else BadRow(bad["kind"], bad["reason"])
 
 
@@ -290,9 +302,6 @@ class EncodedSource:
     def shard_rows(self, shard: int) -> int:
         return self._counts[shard]
 
-    def run_rows(self, shard: int) -> int:
-        return 1
-
     def folder(self, shard: int) -> Path:
         return self.path.absolute()
 
@@ -312,7 +321,7 @@ class EncodedSource:
             self._forget()
         part, batch, offset = self._find(shard, row)
         held = self._held.get_or((part, batch), lambda: self._batch(part, batch))
-        return _content(held.slice(offset, 1).to_pylist()[0])
+        return _content(held, offset)
 
     def _find(self, shard: int, row: int) -> tuple[int, int, int]:
         """Part, batch in it, row in that."""

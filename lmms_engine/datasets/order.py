@@ -32,6 +32,7 @@ WINDOW_ROWS = 1024
 WINDOW_BYTES = 16 * 1024 * 1024  # of raw rows that a shard holds for shuffling
 CHUNK_ROWS = 256
 CHUNKS_PER_SHARD = 8  # small data are cut finer, so that every shard gets about this many chunks
+RUN_BYTES = 16 * 1024 * 1024  # of neighbouring rows that are dealt one after the other: read or fetched once
 MAX_SLICES = 1 << 18  # of a pool: what is permuted stays small however many rows there are
 DRAWS_PER_BLOCK = 16  # per logical shard
 
@@ -129,14 +130,15 @@ class _Pool:
         self._settings = settings
         self._key = (epoch, members[0])
         self.num_rows = sum(sources[member].num_rows for member in members)
+        row_bytes = max(sources[member].row_bytes for member in members)
         size = self.num_rows // (settings.num_logical_shards * CHUNKS_PER_SHARD)
-        size = max(min(size, CHUNK_ROWS, window), -(-self.num_rows // MAX_SLICES), 1)
+        size = min(size, max(min(CHUNK_ROWS, window), RUN_BYTES // row_bytes))
+        size = max(size, -(-self.num_rows // MAX_SLICES), 1)
         pieces = []
         for member in members:
             for shard in range(sources[member].num_shards):
                 rows = sources[member].shard_rows(shard)
-                step = max(size, sources[member].run_rows(shard)) if settings.shuffle else max(rows, 1)
-                starts = np.arange(0, rows, step, dtype=np.int64)
+                starts = np.arange(0, rows, size if settings.shuffle else max(rows, 1), dtype=np.int64)
                 lengths = np.diff(np.append(starts, rows))
                 pieces.append(
                     np.stack([np.full_like(starts, member), np.full_like(starts, shard), starts, lengths])

@@ -118,7 +118,8 @@ def media_part(kind: Kind, value: Any, where: str, data_folder: Path, span: dict
     text_of(value, f"`{where}`")
     if URL.match(value):
         return MediaPart(kind=kind, url=value, **span)
-    return MediaPart(kind=kind, path=str(data_folder / value), **span)
+    place = str(data_folder / value)   # an address, where the rows lie elsewhere
+    return MediaPart(kind=kind, **{"url" if URL.match(place) else "path": place}, **span)
 
 
 def _source_of(kind: Kind, value: dict[str, Any], where: str) -> Any:

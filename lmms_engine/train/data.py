@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 from typing import Literal
 
 from lmms_engine.config import Job
@@ -37,7 +36,7 @@ def eval_loaders(job: Job, dp_rank: int, dp_size: int) -> dict[str, Loader]:
     """A held-out loader for each of `eval_datasets`, by its name, so that every source gets its own loss."""
     loaders: dict[str, Loader] = {}
     for number, entry in enumerate(job.dataset.eval_datasets, 1):
-        name = display_name(Path(entry.path))
+        name = display_name(entry.path)
         dataset = job.dataset.model_copy(update={"eval_datasets": (entry,)})
         loaders[name if name not in loaders else f"{name}#{number}"] = build_loader(
             job.model_copy(update={"dataset": dataset}), dp_rank, dp_size, split="eval"

@@ -149,9 +149,6 @@ def test_the_order_of_very_many_rows_stays_small() -> None:
         def shard_rows(self, shard: int) -> int:
             return 10**9
 
-        def run_rows(self, shard: int) -> int:
-            return 1
-
     order = Order([Rows()], OrderSettings(1, 32, True, (1.0,), "all"), 0)  # type: ignore[list-item]
     assert len(order._pools[0]._slices) <= order_module.MAX_SLICES + 3
     window, _ = order.window_of(31, 10**7)

@@ -238,13 +238,6 @@ def test_clear_messages_for_what_cannot_be_opened(
         assert word in message
 
 
-@pytest.mark.parametrize("path", ["s3://bucket/a*.jsonl", "https://example.com/a.jsonl?x", "hf://datasets/a/b"])
-def test_addresses_are_refused_by_name(path: str) -> None:
-    scheme = path.partition(":")[0]
-    with pytest.raises(UserError, match=rf"dataset '{scheme}://.*': {scheme}:// is not supported yet"):
-        open_source(entry(path))
-
-
 UNREADABLE = """
 import os, sys
 from lmms_engine.config import DatasetEntry

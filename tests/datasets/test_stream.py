@@ -42,9 +42,6 @@ class Rows:
     def shard_rows(self, shard: int) -> int:
         return self.counts[shard]
 
-    def run_rows(self, shard: int) -> int:
-        return 1
-
 
 def sequence(order: Order, shard: int) -> list[Address]:
     """All rows of a logical shard, asked for one window at a time."""

@@ -10,10 +10,11 @@ A source is a list of physical shards, each a list of rows; (shard, row) address
 | JSONL | file; rows are its lines, cut at newline bytes only; blank lines are rows without content | cheap |
 | JSON list | file; rows are the elements | cheap |
 | CSV | file; rows are the records after the header, which names the keys; an empty cell is no key | cheap |
-| Arrow | file (a `save_to_disk` folder or IPC files), memory-mapped | cheap |
+| Arrow | file (a `save_to_disk` folder or IPC files), memory-mapped if it is here | cheap |
 | Parquet | row group | decodes the group up to the row |
 
-An entry's path is a file, a glob, or a folder; several files are taken in sorted order. Memory does not
+An entry's path is a file, a glob, or a folder, here or elsewhere (`s3://`, `gs://`, `hf://`, `https://`), or
+a hub id, `org/name[@revision][:config[:split]]`; several files are taken in sorted order. Memory does not
 grow with the data: JSONL keeps one offset per 64 KiB, JSON and CSV one per row, the rest stays on disk. JSONL
 files of more than 64 MiB in all are not read before training starts: a row's address is then its offset.
 Sources can be pickled; open files are not carried over and are opened again where they are needed.
@@ -26,8 +27,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lmms_engine.config_load import is_elsewhere
 from lmms_engine.datasets.registry import DATASETS
 from lmms_engine.datasets.sources.base import FileSource, Raw, Source, drop_nulls
+from lmms_engine.datasets.sources.cache import CacheSettings
 from lmms_engine.datasets.sources.custom import CustomSource
 from lmms_engine.datasets.sources.files import (
     ANY_KIND,
@@ -38,6 +41,8 @@ from lmms_engine.datasets.sources.files import (
     format_of,
     local_files,
 )
+from lmms_engine.datasets.sources.remote import shown
+from lmms_engine.datasets.sources.remote_find import find_remote
 from lmms_engine.datasets.sources.tables import ArrowSource, ParquetSource
 from lmms_engine.datasets.sources.text import CsvSource, open_json, open_jsonl
 from lmms_engine.errors import UserError
@@ -62,12 +67,18 @@ OPENERS: dict[str, Callable[[Sequence[File]], FileSource]] = {
 
 
 def open_source(
-    entry: DatasetEntry, default_format: str = "auto", name: str | None = None, *, by_line: bool = True
+    entry: DatasetEntry,
+    default_format: str = "auto",
+    name: str | None = None,
+    *,
+    by_line: bool = True,
+    cache: CacheSettings | None = None,
 ) -> Source:
     """The source of one dataset entry; raises UserError if it is missing, empty or unreadable.
 
     default_format: `dataset_config.dataset_format`, for entries whose own `data_type` is auto.
     by_line: rows of JSONL are numbered however large it is, which takes reading it once.
+    cache: where blocks of files that lie elsewhere are kept; None: as by default.
     """
     kind = entry.data_type if entry.data_type != "auto" else default_format
     kind = "auto" if kind == "yaml" else kind  # yaml is the form of the list, not of the rows
@@ -77,12 +88,12 @@ def open_source(
         from lmms_engine.datasets.encoded import EncodedSource  # brings torch
 
         return EncodedSource(entry, name or display_name(entry.path))
-    if "://" in entry.path:
-        scheme = entry.path.partition("://")[0]
-        raise UserError(
-            f"dataset '{entry.path}': {scheme}:// is not supported yet; copy the files to a folder"
-        )
-    files, base = local_files(entry.path, kind)
+    files: Sequence[File]
+    base: Path | None = None   # each file's own folder
+    if is_elsewhere(entry.path, kind):
+        files = find_remote(entry.path, kind, cache or CacheSettings())
+    else:
+        files, base = local_files(entry.path, kind)
     kind = format_of(files, kind, entry.path)
     opened = open_jsonl(files, entry.limit, by_line) if kind == "jsonl" else OPENERS[kind](files)
     folder = None if base is None else base / entry.data_folder
@@ -107,8 +118,12 @@ def open_sources(dataset: DatasetSection, split: str) -> list[Source]:
     if not entries:
         key = "datasets" if split == "train" else "eval_datasets"
         raise UserError(f"dataset_config.{key} is empty: name at least one dataset ({{path: …}})")
+    settings = dataset.remote_cache
+    cache = CacheSettings(settings.folder, int(settings.size_gb * 1e9))
     pairs = zip(entries, source_names(dataset, split), strict=True)
-    return [open_source(entry, dataset.dataset_format, name, by_line=False) for entry, name in pairs]
+    return [
+        open_source(entry, dataset.dataset_format, name, by_line=False, cache=cache) for entry, name in pairs
+    ]
 
 
 def source_names(dataset: DatasetSection, split: str) -> list[str]:
@@ -125,7 +140,9 @@ def source_names(dataset: DatasetSection, split: str) -> list[str]:
 
 def display_name(path: Path | str) -> str:
     """The path relative to the working directory if it lies below, so that it reads the same on every
-    machine."""
+    machine; an address without its query."""
+    if "://" in str(path):
+        return shown(str(path))
     path = Path(path)
     try:
         return path.relative_to(Path.cwd()).as_posix() if path.is_absolute() else path.as_posix()

@@ -14,6 +14,7 @@ from lmms_engine.errors import BadRow
 if TYPE_CHECKING:
     from lmms_engine.config import DatasetEntry
     from lmms_engine.datasets.sources.files import File
+    from lmms_engine.datasets.sources.remote import RemoteFolder
 
 Raw = dict[str, Any] | BadRow
 
@@ -44,10 +45,6 @@ class Source(Protocol):
         """Number of rows of a shard."""
         ...
 
-    def run_rows(self, shard: int) -> int:
-        """Rows of a shard that are best read soon after one another, because they are fetched together."""
-        ...
-
     def rows(self, shard: int, start: int = 0) -> Iterator[tuple[int, Raw | None]]:
         """(row, content) from row `start` on; None for a blank line."""
         ...
@@ -56,7 +53,7 @@ class Source(Protocol):
         """One row by its address."""
         ...
 
-    def folder(self, shard: int) -> Path:
+    def folder(self, shard: int) -> Path | RemoteFolder:
         """What relative media paths of the shard's rows resolve against."""
         ...
 
@@ -84,9 +81,7 @@ class FileSource:
         self._counts = counts
         self._folder: Path | None = None
         self._data_folder = ""
-        unique = list(dict.fromkeys(files))
-        self._bytes = max(sum(file.size for file in unique), 1)
-        marks = [file.mark() for file in unique]
+        marks = [file.mark() for file in dict.fromkeys(files)]
         self.fingerprint = hashlib.blake2b(json.dumps([counts, marks]).encode(), digest_size=16).hexdigest()
         self._open: tuple[tuple[int, int], Any] | None = None  # (process, shard read last)
 
@@ -117,11 +112,11 @@ class FileSource:
     def shard_rows(self, shard: int) -> int:
         return self._counts[shard]
 
-    def run_rows(self, shard: int) -> int:
-        return max(self.files[shard].run_bytes * self.num_rows // self._bytes, 1)
-
-    def folder(self, shard: int) -> Path:
-        return Path(os.path.abspath(self._folder or self.files[shard].folder / self._data_folder))
+    def folder(self, shard: int) -> Path | RemoteFolder:
+        folder = self.files[shard].folder
+        if not isinstance(folder, Path) and not os.path.isabs(self._data_folder):
+            return folder / self._data_folder
+        return Path(os.path.abspath(self._folder or Path(folder) / self._data_folder))
 
     def place(self, shard: int, row: int) -> str:
         return f"{self.files[shard].where}, {self.unit} {row + 1}"

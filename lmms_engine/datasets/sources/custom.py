@@ -55,9 +55,6 @@ class CustomSource:
     def shard_rows(self, shard: int) -> int:
         return self.num_rows or 0
 
-    def run_rows(self, shard: int) -> int:
-        return 1
-
     def rows(self, shard: int, start: int = 0) -> Iterator[tuple[int, Raw | None]]:
         if self.random_access:
             for row in range(start, self.shard_rows(0)):

@@ -42,11 +42,6 @@ class File(Protocol):
         """The absolute path or the address, for messages."""
         ...
 
-    @property
-    def run_bytes(self) -> int:
-        """Bytes that are best read together."""
-        ...
-
     def open(self) -> BinaryIO:
         """Opened for reading; UserError names the file if that fails."""
         ...
@@ -61,7 +56,6 @@ class LocalFile:
     """A file on this machine."""
 
     path: str
-    run_bytes = 1
 
     def __str__(self) -> str:
         return self.path

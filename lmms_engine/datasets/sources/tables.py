@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     import pyarrow.parquet as pq
 
 BATCH_ROWS = 64
-RUN_BYTES = 32 * 1024 * 1024  # of a row group elsewhere, whose rows are best dealt soon after one another
 
 
 class ArrowSource(FileSource):
@@ -95,7 +94,7 @@ class ParquetSource(FileSource):
         shards: list[File] = []
         counts: list[int] = []
         self._groups: list[tuple[int, int]] = []  # row group in its file, rows of the file before it
-        self._sizes: list[int] = []
+        size = 0
         for file in files:
             with _open_parquet(file) as opened:
                 before = 0
@@ -105,16 +104,10 @@ class ParquetSource(FileSource):
                     counts.append(meta.num_rows)
                     self._groups.append((group, before))
                     before += meta.num_rows
-                    self._sizes.append(max(meta.total_byte_size, 1))
+                    size += meta.total_byte_size
         if not shards:
             raise UserError(f"dataset is empty: {', '.join(map(str, files))} hold no row group")
-        super().__init__(shards, counts, sum(self._sizes) // max(sum(counts), 1))
-
-    def run_rows(self, shard: int) -> int:
-        if self.files[shard].run_bytes == 1:
-            return 1
-        # A row group is fetched as a whole.
-        return max(min(self._counts[shard], RUN_BYTES * self._counts[shard] // self._sizes[shard]), 1)
+        super().__init__(shards, counts, size // max(sum(counts), 1))
 
     def rows(self, shard: int, start: int = 0) -> Iterator[tuple[int, Raw | None]]:
         row = 0
