@@ -56,7 +56,8 @@ ENV LD_LIBRARY_PATH=/usr/local/nvidia/lib:/usr/local/nvidia/lib64 \
     PIP_CACHE_DIR=/cache/pip \
     PYTHONDONTWRITEBYTECODE=1 \
     PYTHONUNBUFFERED=1
-RUN mkdir -p /app/data /app/runs /cache/huggingface && chmod 1777 /app/data /app/runs /cache /cache/huggingface
+RUN mkdir -p /app/data /app/runs /cache/huggingface && chmod 1777 /app/data /app/runs /cache /cache/huggingface && \
+    sha256sum requirements.lock >/opt/venv/lock.sha256
 COPY pyproject.toml README.md LICENSE Makefile ./
 COPY tools ./tools
 COPY data_prep ./data_prep
@@ -65,11 +66,11 @@ COPY recipes ./recipes
 # An editable install, so that a checkout mounted over /app is what runs.
 RUN VIRTUAL_ENV=/opt/venv uv pip install -q --no-cache --no-deps --no-build-isolation -e .
 VOLUME ["/app/data", "/app/runs", "/cache"]
-ARG GIT_COMMIT=unknown
-ARG LOCK_SHA256=unknown
+ARG GIT_COMMIT=""
+ARG LOCK_SHA256=""
 ARG BASE_IMAGE
+# The entry point adds the lock's hash, which is in the image whoever built it.
 ENV LMMS_IMAGE_COMMIT=${GIT_COMMIT} \
-    LMMS_IMAGE_LOCK_SHA256=${LOCK_SHA256} \
     LMMS_IMAGE_BASE=${BASE_IMAGE}
 LABEL org.opencontainers.image.title="lmms-engine" \
       org.opencontainers.image.licenses="Apache-2.0" \

@@ -33,7 +33,7 @@ endif
 # Targets that run in either place. Inside the image they run as on a host whose environment is there.
 in_image := prep train test lint export inspect verify report reproduce doctor expected
 ifneq ($(filter setup $(in_image),$(MAKECMDGOALS)),)
-runtime := $(if $(LMMS_IMAGE_COMMIT),host,$(shell ENGINE="$(ENGINE)" tools/runtime.sh "$(RUNTIME)"))
+runtime := $(if $(LMMS_IMAGE_BASE),host,$(shell ENGINE="$(ENGINE)" tools/runtime.sh "$(RUNTIME)"))
 $(if $(filter-out docker host,$(runtime)),$(error $(runtime)))
 endif
 
@@ -75,7 +75,7 @@ setup: build
 else
 
 setup: ## make .venv from requirements.lock, or the image, if it is missing or stale
-	@$(if $(LMMS_IMAGE_COMMIT),,tools/setup.sh)
+	@$(if $(LMMS_IMAGE_BASE),,tools/setup.sh)
 
 prep: setup ## prepare what a recipe needs (RECIPE=; ARGS= are prepare.py's options)
 	@$(enter) python recipes/$(RECIPE)/prepare.py $(if $(findstring --overwrite,$(ARGS)),,--if-missing) $(ARGS)

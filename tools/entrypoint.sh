@@ -54,6 +54,10 @@ if [[ -n $writes ]]; then
         say "driver $driver is older than 580, which CUDA 13 needs: update it on the host, or the GPU stays unused"
     fi
 fi
+if [[ -z ${LMMS_IMAGE_LOCK_SHA256:-} && -f /opt/venv/lock.sha256 ]]; then
+    read -r LMMS_IMAGE_LOCK_SHA256 _ </opt/venv/lock.sha256
+fi
+export LMMS_IMAGE_LOCK_SHA256=${LMMS_IMAGE_LOCK_SHA256:-}
 command=$(printf '%q ' "$@")
-say "commit ${LMMS_IMAGE_COMMIT:-unknown}, lock ${LMMS_IMAGE_LOCK_SHA256:0:12}, uid $uid; running: ${command% }"
+say "commit ${LMMS_IMAGE_COMMIT:-not recorded}, lock ${LMMS_IMAGE_LOCK_SHA256:0:12}, uid $uid; running: ${command% }"
 exec "$@"

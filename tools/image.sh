@@ -24,7 +24,7 @@ tag() { # changes with the lock and the Dockerfile alone: code is mounted, or co
 commit() {
     local changed=""
     [[ -z $(git status --porcelain --untracked-files=no 2>/dev/null) ]] || changed=-changed
-    printf '%s%s\n' "$(git rev-parse HEAD 2>/dev/null || echo unknown)" "$changed"
+    printf '%s%s\n' "$(git rev-parse HEAD 2>/dev/null || true)" "$changed"
 }
 
 require_engine() {

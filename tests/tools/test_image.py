@@ -76,7 +76,7 @@ def test_built_once_and_again_after_a_change(checkout: Path, image: Callable) ->
     first = image("build", FLASH_ATTN="1", MAX_JOBS="3", BUILD_OPTIONS="--network host")
     assert first.returncode == 0, first.stderr
     (asked,) = [line for line in image.log().splitlines() if line.startswith("build ")]
-    for words in ("--target runtime", "FLASH_ATTN=1", "MAX_JOBS=3", "--network host", "GIT_COMMIT=unknown"):
+    for words in ("--target runtime", "FLASH_ATTN=1", "MAX_JOBS=3", "--network host", "GIT_COMMIT= "):
         assert words in asked
     image("build", FLASH_ATTN="1")
     assert "\nbuild " not in image.log()

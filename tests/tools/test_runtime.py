@@ -84,7 +84,7 @@ def test_another_engine_only_if_named(repo: Path, command: Callable, call: Calla
 
 def test_inside_the_image_make_runs_in_place(repo: Path, command: Callable, call: Callable) -> None:
     command("docker", ANSWERS)
-    planned = call("make", "-n", "test", cwd=repo, LMMS_IMAGE_COMMIT="abc")
+    planned = call("make", "-n", "test", cwd=repo, LMMS_IMAGE_BASE="base")
     assert planned.returncode == 0, planned.stderr
     assert "python -m pytest" in planned.stdout
     assert "image.sh" not in planned.stdout
