@@ -6,7 +6,6 @@ import base64
 import io
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +15,6 @@ from typer.testing import CliRunner
 from data_prep.cli import app
 from data_prep.convert import _unpacked
 from data_prep.rows import open_data
-from data_prep.shard import write_shards
 from data_prep.write import portable
 from lmms_engine.datasets.schema import Row, parse_row
 from lmms_engine.datasets.video import load_clip
@@ -58,8 +56,9 @@ def levels(row: Row) -> list[int]:
 
 
 @pytest.mark.parametrize("media", ["embed", "relative"])
-def test_shards_hold_the_frames(data: Path, tmp_path: Path, media: Any) -> None:
-    write_shards(open_data(data), tmp_path / "shards", media=media)
+def test_shards_hold_the_frames(data: Path, tmp_path: Path, media: str) -> None:
+    arguments = ["shard", str(data), "--out", str(tmp_path / "shards"), "--media", media]
+    assert CliRunner().invoke(app, arguments).exit_code == 0
     row = only_row(tmp_path / "shards")
     assert levels(row) == [0, 40, 80]
     (part,) = row.media()
