@@ -13,9 +13,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from data_prep.cli import app
-from data_prep.convert import _unpacked
 from data_prep.rows import open_data
-from data_prep.write import portable
 from lmms_engine.datasets.schema import Row, parse_row
 from lmms_engine.datasets.video import load_clip
 
@@ -69,16 +67,14 @@ def test_shards_hold_the_frames(data: Path, tmp_path: Path, media: str) -> None:
         assert levels(only_row(tmp_path / "shards")) == [0, 40, 80]
 
 
-def test_rows_that_are_written_name_the_frames_files(data: Path, tmp_path: Path) -> None:
-    row = _unpacked(only_row(data), data.parent / "media")
-    (part,) = row.media()
-    assert all(frame.bytes is None for frame in part.frames)
-    written = portable(row, data.parent)
-    names = written["messages"][0]["content"][0]["video"]
+def test_rows_that_are_converted_name_the_frames_files(data: Path) -> None:
+    out = data.parent / "again.jsonl"
+    result = CliRunner().invoke(app, ["convert", "llava", str(data), "--out", str(out)])
+    assert result.exit_code == 0, result.output
+    names = json.loads(out.read_text())["messages"][0]["content"][0]["video"]
     assert names[:2] == ["frames/0.png", "frames/1.png"]
-    assert names[2].startswith("media/")
-    (data.parent / "again.jsonl").write_text(json.dumps(written) + "\n")
-    assert levels(only_row(data.parent / "again.jsonl")) == [0, 40, 80]
+    assert names[2].startswith("again_media/")
+    assert levels(only_row(out)) == [0, 40, 80]
 
 
 def test_preview_shows_frames(data: Path, tmp_path: Path) -> None:
