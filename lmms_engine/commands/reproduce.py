@@ -54,7 +54,13 @@ def reproduce(
     other = read_origin(folder, [])
     reasons = why_not_exact(origin.manifest, other.manifest)
     tolerance = Tolerance(rtol_first, rtol_last) if reasons else EXACT
-    rows = compare(origin.rows, read_lines(folder / METRICS_FILE), tolerance, last_step)
+    rows = compare(
+        origin.rows,
+        read_lines(folder / METRICS_FILE),
+        tolerance,
+        last_step,
+        cut_short=not origin.finished and last_step == origin.last_step,
+    )
     if not rows:
         raise UserError(f"{folder} has no step up to {last_step}: there is nothing to compare")
     good = all(row.equal for row in rows)

@@ -202,6 +202,13 @@ def test_the_comparison_sees(now: dict[str, Any], tolerance: Tolerance, wrong: s
     assert [each.field for each in found if not each.equal][:1] == ([wrong] if wrong else [])
 
 
+def test_a_killed_run_may_lack_its_last_evaluation() -> None:
+    then, now = [row(1), row(2)], [row(1), row(1, "eval"), row(2), row(2, "eval")]
+    lacking = [each.step for each in compare(then, now, EXACT, 2) if not each.equal]
+    assert lacking == [1, 2]
+    assert [each.step for each in compare(then, now, EXACT, 2, cut_short=True) if not each.equal] == [1]
+
+
 def test_later_steps_have_more_room() -> None:
     pair = [[row(6)], [row(6, loss=1.04)]]
     assert compare(*pair, Tolerance(), 6)[0].equal

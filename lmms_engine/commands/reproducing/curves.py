@@ -45,14 +45,24 @@ class Compared:
 
 
 def compare(
-    then: list[dict[str, Any]], now: list[dict[str, Any]], tolerance: Tolerance, last_step: int
+    then: list[dict[str, Any]],
+    now: list[dict[str, Any]],
+    tolerance: Tolerance,
+    last_step: int,
+    *,
+    cut_short: bool = False,
 ) -> list[Compared]:
-    """Every row up to `last_step` of either run; a row that one of them lacks is a difference."""
+    """Every row up to `last_step` of either run; a row that one of them lacks is a difference.
+
+    cut_short: the first run was killed, and may lack the evaluation of its last step.
+    """
     by_key = [
         {(row["step"], row["split"] == "eval"): row for row in rows if row["step"] <= last_step}
         for rows in (then, now)
     ]
     keys = sorted({*by_key[0], *by_key[1]})
+    if cut_short:
+        keys = [key for key in keys if key in by_key[0] or key[0] < last_step]
     return [_row(key, by_key[0].get(key), by_key[1].get(key), tolerance) for key in keys]
 
 
