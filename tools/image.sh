@@ -45,6 +45,7 @@ require_space() {
 build() {
     local name log options=() extra=()
     name=$(tag)
+    # What is pushed runs where no checkout is mounted: it must hold the code of now.
     if [[ -z ${PUSH:-} ]] && "$engine" image inspect "$name" >/dev/null 2>&1; then return; fi
     require_engine
     require_space
