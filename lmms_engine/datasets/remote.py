@@ -105,12 +105,17 @@ def _read_store(url: str, deadline: Deadline) -> bytes:
 
         files, path = url_to_fs(url)
     except ImportError as error:
-        raise UserError(f"{url} cannot be read: {error}. Install the extra `cloud`") from None
+        raise UserError(f"{deadline.name} cannot be read: {error}. Install the extra `cloud`") from None
     try:
         with files.open(path, "rb", block_size=BLOCK_BYTES) as stream:
             data = _joined(lambda: stream.read(BLOCK_BYTES), deadline)
     except (FileNotFoundError, PermissionError) as error:
         raise _Refused(f"{type(error).__name__}: {error}") from None
+    except Exception as error:   # the clients' own types, of packages that may not be there
+        if "Credentials" not in type(error).__name__:
+            raise
+        hint = "its client looks for them in the environment and in files of its own"
+        raise UserError(f"{deadline.name} cannot be read: {error}; {hint}") from None
     if not data:
         raise _Refused("it is empty")
     return data

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import fsspec
 import pytest
@@ -16,7 +19,7 @@ from lmms_engine.datasets.limits import Deadline, media_time_limit
 from lmms_engine.datasets.media import load_picture
 from lmms_engine.datasets.remote import ATTEMPTS, fetch
 from lmms_engine.datasets.schema import MediaPart
-from lmms_engine.errors import BadRow
+from lmms_engine.errors import BadRow, UserError
 
 Answer = Callable[[BaseHTTPRequestHandler], None]
 
@@ -189,3 +192,25 @@ def test_objects_of_a_store(server: Server, monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(BadRow, match="FileNotFoundError") as caught:
         get("s3://bucket/a/other.png")
     assert caught.value.kind == "media_missing"
+
+
+def test_a_store_without_its_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "gcsfs", None)   # what an import finds where it is not installed
+    monkeypatch.delitem(fsspec.registry._registry, "gs", raising=False)   # if it was imported before
+    with pytest.raises(UserError, match=r"gs://bucket/a\.png cannot be read.*extra `cloud`"):
+        get("gs://bucket/a.png")
+
+
+def test_a_store_without_keys(server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Ends the run: every row would end so."""
+    pytest.importorskip("s3fs", reason="the extra `cloud` is not installed")
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    server.answers = [say(500)]
+    settings = {"endpoint_url": server.url, "skip_instance_cache": True}
+    monkeypatch.setitem(fsspec.config.conf, "s3", settings)
+    with pytest.raises(UserError, match=r"s3://bucket/a\.png cannot be read: Unable to locate credentials"):
+        get("s3://bucket/a.png")
+    assert server.asked == []
