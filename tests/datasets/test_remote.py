@@ -13,6 +13,7 @@ from pathlib import Path
 
 import fsspec
 import pytest
+from fsspec.registry import _registry as registered
 
 from lmms_engine.datasets import remote
 from lmms_engine.datasets.limits import Deadline, media_time_limit
@@ -196,7 +197,7 @@ def test_objects_of_a_store(server: Server, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_store_without_its_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gcsfs", None)   # what an import finds where it is not installed
-    monkeypatch.delitem(fsspec.registry._registry, "gs", raising=False)   # if it was imported before
+    monkeypatch.delitem(registered, "gs", raising=False)   # if it was imported before
     with pytest.raises(UserError, match=r"gs://bucket/a\.png cannot be read.*extra `cloud`"):
         get("gs://bucket/a.png")
 
