@@ -264,6 +264,7 @@ OURS_IN_TRAINER = (
     "bf16", "use_rmpad", "use_liger_kernel", "use_muon", "fsdp2", "fsdp_config", "deepspeed",
     "sp_ulysses_degree", "ep_degree", "router_z_loss_coef", "freeze_modules", "dataloader_num_workers",
     "save_steps", "save_total_limit", "eval_steps", "logging_steps", "report_to", "seed", "log_rows",
+    "ddp_timeout",
 )
 
 TRAINER: dict[str, Any] = {
@@ -329,7 +330,6 @@ TRAINER: dict[str, Any] = {
     "fsdp": Inert(([], "", "full_shard", "full_shard auto_wrap", True), "sharding is always full"),
     "fsdp_min_num_params": UNITS,
     "ddp_backend": Inert(("nccl", "gloo"), "the backend follows the device"),
-    "ddp_timeout": Inert((1800,), "the timeout is 1800 s"),
     **dict.fromkeys(
         ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph"),
         UNSET,

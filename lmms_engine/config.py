@@ -195,6 +195,7 @@ class TrainerSection(Section):
     report_to: Trackers = ("wandb",)
     seed: Annotated[int, Field(ge=0)] = 42
     log_rows: bool = False
+    ddp_timeout: Positive = 1800   # seconds that a rank waits for the others in a collective
 
     @model_validator(mode="before")
     @classmethod

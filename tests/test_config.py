@@ -146,6 +146,7 @@ class TestDefaults:
                 "report_to": ("wandb",),
                 "seed": 42,
                 "log_rows": False,
+                "ddp_timeout": 1800,
             },
             "plugins": (),
         }

@@ -24,11 +24,12 @@ from typing import NoReturn
 from lmms_engine.config import Job, load_job
 from lmms_engine.config_rules import BUILT_IN
 from lmms_engine.errors import Terminated, UserError
-from lmms_engine.launch.once import is_to_say
+from lmms_engine.launch.once import another_has_spoken, is_to_say
 from lmms_engine.plugins import load_plugins
 from lmms_engine.registry import nearest
 
 USAGE, FAILED, INTERRUPTED = 2, 1, 130
+LOOK = "crash-rank*.json in the run folder tell what each was doing"
 DESCRIPTION = "Train the model that a configuration describes. Finished runs say so; unfinished ones resume."
 EPILOG = """\
 Mappings merge, lists replace, null resets a key to its default; later beats earlier.
@@ -65,7 +66,10 @@ def main(argv: list[str] | None = None) -> int:
         message = "interrupted: a new start goes on from the last checkpoint"
         return _fail_together(message, INTERRUPTED, debug, rank)
     except Exception as error:
-        return _fail_together(_internal(error), FAILED, debug, rank)
+        if not _is_about_others(error):
+            return _fail_together(_internal(error), FAILED, debug, rank)
+        message = f"error: another rank is gone or does not answer ({_one_line(error)}); {LOOK}"
+        return _fail_together(message, FAILED, debug, rank, quiet=another_has_spoken())
     return 0
 
 
@@ -119,10 +123,12 @@ def _check_name(key: str, name: str, legal: list[str]) -> None:
 
 def train(job: Job, *, is_main: bool, rank: int, debug: bool, fresh: bool = False) -> None:
     """Joins the other ranks and trains. Everything heavy is imported here: the configuration is good."""
+    from lmms_engine.parallel.flight import RECORDS, RECORDS_VARIABLE
     from lmms_engine.parallel.mesh import build_mesh, leave_mesh
     from lmms_engine.train.log import setup_logging
     from lmms_engine.train.runner import TrainRunner
 
+    os.environ.setdefault(RECORDS_VARIABLE, str(RECORDS))
     setup_logging(is_main=is_main, rank=rank, debug=debug)
     if is_main:
         print(job.to_yaml(), flush=True)
@@ -152,6 +158,13 @@ def _internal(error: Exception) -> str:
     return f"internal error: {what} (run again with --debug for the traceback)"
 
 
+def _is_about_others(error: Exception) -> bool:
+    """Whether a collective failed: gloo's errors are RuntimeErrors that name its source file."""
+    from torch.distributed import DistBackendError
+
+    return isinstance(error, DistBackendError) or "third_party/gloo" in str(error)
+
+
 def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())
 
@@ -165,10 +178,10 @@ def _fail(message: str, code: int, debug: bool, *, quiet: bool = False) -> int:
     return code
 
 
-def _fail_together(message: str, code: int, debug: bool, rank: int) -> int:
+def _fail_together(message: str, code: int, debug: bool, rank: int, *, quiet: bool = False) -> int:
     """Says why a rank failed, unless another has said the same. Called inside an `except` block."""
     who = f"[rank {rank}] " if rank else ""
-    return _fail(who + message, code, debug, quiet=not is_to_say(message, rank))
+    return _fail(who + message, code, debug, quiet=quiet or not is_to_say(message, rank))
 
 
 def _leave(code: int) -> NoReturn:

@@ -6,7 +6,6 @@ The same path serves one process, where every shard is the whole tensor.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -87,10 +86,17 @@ def _cut(parameter: nn.Parameter, *, dim: int) -> Shard:
 
 
 def _prefetch(units: list[Unit]) -> None:
-    """Each block of a row asks for the next one's parameters before it computes; backward does so unasked."""
-    for unit, following in itertools.pairwise(units):
-        if unit.name.rpartition(".")[0] == following.name.rpartition(".")[0] != "":
-            unit.modules[0].set_modules_to_forward_prefetch([following.modules[0]])
+    """Each block of a row asks for the next one's parameters, and those of the units inside it, before it
+    computes; backward does so unasked.
+    """
+    named = {unit.name: unit for unit in units}
+    for unit in units:
+        row, _, index = unit.name.rpartition(".")
+        following = named.get(f"{row}.{int(index) + 1}") if index.isdigit() else None
+        if following is not None:
+            within = [each for each in units if each.name.startswith(f"{following.name}.")]
+            wanted = [module for each in (following, *within) for module in each.modules]
+            unit.modules[0].set_modules_to_forward_prefetch(wanted)
 
 
 def assert_ties(model: nn.Module, ties: list[list[str]]) -> None:

@@ -18,12 +18,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+# Its documentation calls it experimental (torch 2.11); there is no other way for a mesh's groups.
+from torch.distributed.distributed_c10d import _set_pg_timeout
+
 from lmms_engine.errors import UserError
 
 if TYPE_CHECKING:
     from lmms_engine.config import TrainerSection
-
-TIMEOUT = timedelta(minutes=30)
 
 
 @dataclass(frozen=True)
@@ -138,12 +139,14 @@ def _divisors(number: int) -> str:
 def build_mesh(trainer: TrainerSection | None = None) -> Mesh:
     """Joins the process group that torchrun describes, or makes one of a single process.
 
-    trainer: its sp_ulysses_degree, ep_degree and hsdp_shard_size split the ranks; None shards over all.
+    trainer: its sp_ulysses_degree, ep_degree and hsdp_shard_size split the ranks, its ddp_timeout is how long
+    they wait for one another; None shards over all and waits 30 minutes.
     May be called again in one process, for another split of the same ranks.
     """
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     degrees = Degrees.of(trainer, world_size)
+    timeout = timedelta(seconds=trainer.ddp_timeout if trainer else 1800)
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
     if on_gpu:
@@ -155,10 +158,10 @@ def build_mesh(trainer: TrainerSection | None = None) -> Mesh:
             store=store,
             rank=rank,
             world_size=world_size,
-            timeout=TIMEOUT,
+            timeout=timeout,
         )
     ep, efsdp = _expert_meshes(device.type, world_size, degrees)
-    return Mesh(
+    mesh = Mesh(
         device=device,
         rank=rank,
         world_size=world_size,
@@ -168,11 +171,20 @@ def build_mesh(trainer: TrainerSection | None = None) -> Mesh:
         sp_rank=rank % degrees.sp,
         sp_size=degrees.sp,
         fsdp=_shard_mesh(device.type, world_size, degrees),
-        host=dist.new_group(backend="gloo", timeout=TIMEOUT),
+        host=dist.new_group(backend="gloo", timeout=timeout),
         sp=_sequence_group(device.type, world_size, degrees),
         ep=ep,
         efsdp=efsdp,
     )
+    _limit_waiting(mesh, timeout)
+    return mesh
+
+
+def _limit_waiting(mesh: Mesh, timeout: timedelta) -> None:
+    """Gives every group the one timeout; those of a DeviceMesh have torch's own, which differ by backend."""
+    groups = [group for axes in (mesh.fsdp, mesh.ep, mesh.efsdp) if axes for group in axes.get_all_groups()]
+    for group in [*groups, *([mesh.sp] if mesh.sp else [])]:
+        _set_pg_timeout(timeout, group)
 
 
 def _shard_mesh(device: str, world_size: int, degrees: Degrees) -> DeviceMesh:

@@ -34,6 +34,7 @@ FREE = (
     "trainer_args.report_to",
     "trainer_args.log_rows",
     "trainer_args.dataloader_num_workers",
+    "trainer_args.ddp_timeout",
     "trainer_type",
     "trainer_args.fsdp2",
     "trainer_args.deepspeed",

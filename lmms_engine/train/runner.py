@@ -119,7 +119,7 @@ class TrainRunner:
         if self.start.finished:
             log.info("finished at step %d: nothing to do (%s)", self.step, self.run_dir)
             return
-        crash = CrashReport(self.run_dir, self.mesh.rank)
+        crash = CrashReport(self.run_dir, self.mesh.rank, self.job.trainer.ddp_timeout)
         with self._catch_sigterm(), self._trackers(), self._progress_bar(), crash:
             done = False
             while not done:

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from lmms_engine.launch import once
-from lmms_engine.launch.once import is_to_say
+from lmms_engine.launch.once import another_has_spoken, is_to_say
 
 
 @pytest.fixture
@@ -62,3 +62,22 @@ def test_without_a_store_every_rank_says_it(
     else:
         monkeypatch.delenv(missing)
     assert ask({0: ("a", 0), 1: ("a", 0)}) == {0, 1}
+
+
+def test_what_follows_from_another_ranks_error_waits_for_it(
+    store: dist.TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard = []
+    waiting = threading.Thread(target=lambda: heard.append(another_has_spoken()))
+    waiting.start()
+    time.sleep(0.2)
+    assert ask({0: ("planted", 0)}) == {0}
+    waiting.join()
+    assert heard == [True]
+
+
+def test_without_another_error_it_is_said(store: dist.TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(once, "PATIENCE", timedelta(seconds=0.3))
+    assert not another_has_spoken()
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE")
+    assert not another_has_spoken()

@@ -113,6 +113,17 @@ def test_a_block_asks_for_the_next_one_of_its_row(mesh):
         assert wanted == [[row[1]._get_fsdp_state()], []]
 
 
+def test_a_block_also_asks_for_the_units_inside_the_next_one(mesh):
+    with torch.device("meta"):
+        objective = toy.ToyObjective(toy.ToyModel())
+    layers = objective.model.model.language_model.layers
+    inner = [Unit(f"layers.{i}.up", (layer.up,)) for i, layer in enumerate(layers)]
+    outer = [Unit(f"layers.{i}", (layer,)) for i, layer in enumerate(layers)]
+    apply_fsdp(objective, [*inner, *outer], mesh, bf16=False, reshard_after_forward=True)
+    wanted = layers[0]._get_fsdp_state()._states_to_forward_prefetch
+    assert wanted == [layers[1]._get_fsdp_state(), layers[1].up._get_fsdp_state()]
+
+
 def replicas(mesh):
     """Gradients and norm of one step of the toy on a 2 x 2 mesh, each rank with a batch of its own."""
     job = toy.job(fsdp_config={"hsdp_shard_size": 2})

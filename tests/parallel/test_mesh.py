@@ -17,7 +17,8 @@ from tests.distributed import run_ranks
 
 def trainer(sp=1, ep=1, shard=0):
     return SimpleNamespace(
-        sp_ulysses_degree=sp, ep_degree=ep, fsdp_config=SimpleNamespace(hsdp_shard_size=shard)
+        sp_ulysses_degree=sp, ep_degree=ep, fsdp_config=SimpleNamespace(hsdp_shard_size=shard),
+        ddp_timeout=77,
     )
 
 
@@ -32,6 +33,9 @@ def describe(_, splits):
         one["sp group"] = None if mesh.sp is None else dist.get_process_group_ranks(mesh.sp)
         one["ep"] = None if mesh.ep is None else mesh.ep.mesh.tolist()
         one["efsdp"] = None if mesh.efsdp is None else (mesh.efsdp.mesh_dim_names, mesh.efsdp.mesh.tolist())
+        groups = [mesh.host, mesh.fsdp.get_group(-1), mesh.sp, mesh.ep and mesh.ep.get_group()]
+        backends = [group._get_backend(torch.device("cpu")) for group in groups if group is not None]
+        one["timeouts"] = {backend.options._timeout.total_seconds() for backend in backends}
         one["sum"] = mesh.sum_over_data({"rows": float(10 ** mesh.dp_rank)})["rows"]
         found.append(one)
     return found
@@ -42,6 +46,7 @@ def test_the_axes_of_four_ranks():
     ranks = run_ranks(describe, 4, splits)
     for rank, (plain, sp, wide, ep, both, across) in enumerate(ranks):
         half = 2 * (rank // 2)
+        assert all(split["timeouts"] == {77} for split in ranks[rank])
         assert plain["dp"] == (rank, 4)
         assert plain["sp"] == (0, 1)
         assert plain["fsdp"] == (("fsdp",), [0, 1, 2, 3])

@@ -19,7 +19,7 @@ MICROS = [toy.batch([3, 2], pictures=1, seed=1), toy.batch([4], pictures=0, seed
 
 def test_an_error_names_step_rows_and_media(tmp_path: Path) -> None:
     def fail() -> None:
-        with CrashReport(tmp_path, 3) as report:
+        with CrashReport(tmp_path, 3, 60) as report:
             report.note(6, [])
             report.note(7, MICROS)
             raise RuntimeError("planted")
@@ -39,7 +39,7 @@ def test_an_error_names_step_rows_and_media(tmp_path: Path) -> None:
 
 
 def test_a_step_that_takes_too_long_is_written_down_while_it_lasts(tmp_path: Path) -> None:
-    with CrashReport(tmp_path, 0, patience_s=0.1) as report:
+    with CrashReport(tmp_path, 0, 0.1) as report:
         report.note(5, MICROS)
         deadline = time.monotonic() + 10
         while not report.path.exists() and time.monotonic() < deadline:
@@ -48,12 +48,13 @@ def test_a_step_that_takes_too_long_is_written_down_while_it_lasts(tmp_path: Pat
         left = json.loads(report.path.read_text())
     assert left["step"] == 5
     assert left["error"].startswith("no progress for ")
+    assert "in test_a_step_that_takes_too_long" in left["error"]   # where the thread is
 
 
 @pytest.mark.parametrize("end", [None, Terminated, KeyboardInterrupt])
 def test_a_run_that_ends_or_is_stopped_leaves_nothing(tmp_path: Path, end) -> None:
     try:
-        with CrashReport(tmp_path, 0) as report:
+        with CrashReport(tmp_path, 0, 60) as report:
             report.note(1, MICROS)
             if end is not None:
                 raise end

@@ -103,6 +103,7 @@ def test_layout_and_logging_may_change(tmp_path):
     _leave(tmp_path, _job(), step=4)
     job = _job(
         save_steps=7, logging_steps=3, save_total_limit=9, dataloader_num_workers=0, log_rows=True,
+        ddp_timeout=60,
         report_to="tensorboard", run_name="x", fsdp_config={"reshard_after_forward": False},
     )  # fmt: skip
     assert rundir.prepare(job, tmp_path, 2).step == 4
