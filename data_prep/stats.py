@@ -14,11 +14,14 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
+from data_prep.forecast import STRATEGIES, Forecast, Measured, forecast
 from data_prep.lengths import Tokens
 from data_prep.media import seconds_of
 from data_prep.rows import Chunk, chunks_of, in_order, open_data, progress_bar, rows_of
 from data_prep.write import whole, whole_text
-from lmms_engine.datasets.pack import DEFAULT_OPEN_BINS, PACKERS
+from lmms_engine.config import PackingKwargs
+from lmms_engine.datasets.cost import media_units
+from lmms_engine.datasets.pack import DEFAULT_OPEN_BINS
 from lmms_engine.datasets.schema import KINDS, Row, parse_row
 from lmms_engine.datasets.sources import Source
 from lmms_engine.errors import BadRow, UserError
@@ -40,6 +43,7 @@ class Facts(NamedTuple):
     media: tuple[int, ...]   # as KINDS
     source: str
     seconds: tuple[float, ...] = (0.0, 0.0)   # as TIMED
+    units: int = 0   # media units, with a processor
 
 
 @dataclass
@@ -75,12 +79,14 @@ class Counting:
     def _facts(self, row: Row, file: str) -> Facts:
         kinds = Counter(part.kind for part in row.media())
         if self.tokens is None:
-            length, supervised = sum(len(message.text.split()) for message in row.messages), 0
+            length, supervised, units = sum(len(message.text.split()) for message in row.messages), 0, 0
         else:
             sample = self.tokens.sample(row)
-            length, supervised = len(sample), sample.supervised
+            length, supervised, units = len(sample), sample.supervised, media_units(sample)
         media = tuple(kinds[kind] for kind in KINDS)
-        facts = Facts(length, supervised, len(row.messages), media, str(row.meta.get("source", file)))
+        facts = Facts(
+            length, supervised, len(row.messages), media, str(row.meta.get("source", file)), units=units
+        )
         if not self.durations:
             return facts
         parts = list(row.media())
@@ -94,6 +100,7 @@ class Stats:
     def __init__(self, unit: str) -> None:
         self.unit = unit   # of lengths: tokens or words
         self.lengths = array("Q")
+        self.units = array("Q")
         self.turns = array("I")
         self.media = {kind: array("I") for kind in KINDS}
         self.seconds = {kind: array("d") for kind in TIMED}
@@ -106,6 +113,7 @@ class Stats:
         self.bad += counted.bad
         for facts in counted.facts:
             self.lengths.append(facts.length)
+            self.units.append(facts.units)
             self.turns.append(facts.turns)
             self.supervised += facts.supervised
             self.sources[facts.source] += 1
@@ -154,28 +162,12 @@ def histogram(values: Sequence[int], most: int) -> list[tuple[int, int, int]]:
     return [(low + i * width, low + (i + 1) * width - 1, counts[i]) for i in range(bars)]
 
 
-class Fill(NamedTuple):
-    """How rows fill packs of a length. rows_long: longer than a pack, which a run drops."""
-
-    packs: int
-    fill: float
-    rows_long: int
-
-
-def packing_fill(lengths: Sequence[int], length: int, open_bins: int = DEFAULT_OPEN_BINS) -> Fill:
-    """What `first_fit` makes of the lengths in a shuffled order."""
-    order = list(lengths)
-    random.Random(0).shuffle(order)
-    packer = PACKERS.get("first_fit")(length, open_bins=open_bins)
-    packs = used = long = 0
-    for size in order:
-        if size > length:
-            long += 1
-            continue
-        used += size
-        packs += len(packer.add(range(size)))
-    packs += len(packer.flush())
-    return Fill(packs, used / (packs * length) if packs else 0.0, long)
+def forecasts(stats: Stats, length: int, open_bins: int, ranks: int) -> list[Forecast]:
+    """What each strategy makes of the rows, in a shuffled order."""
+    rows = [Measured(*sizes) for sizes in zip(stats.lengths, stats.units, strict=True)]
+    random.Random(0).shuffle(rows)
+    settings = PackingKwargs(open_bins=open_bins)
+    return [forecast(rows, length, ranks, strategy, settings) for strategy in STRATEGIES]
 
 
 # Showing ---------------------------------------------------------------------------------------------
@@ -195,6 +187,20 @@ def print_stats(stats: Stats) -> None:
         _bars([(str(a) if a == b else f"{a}-{b}", count) for a, b, count in bars])
     print(f"\nsources: {len(stats.sources)}")
     _bars(stats.sources.most_common(SOURCES_SHOWN))
+
+
+def print_forecasts(predicted: Sequence[Forecast], length: int, ranks: int) -> None:
+    """A table of the strategies."""
+    on = f"{ranks} data rank{'s' * (ranks > 1)}"
+    print(f"\npredicted for packs of {length} on {on}; cost in tokens of short text:")
+    print(f"  {'':>10} {'packs':>8} {'fill':>7} {'steps':>8} {'cost of a step':>15} {'spread':>7}")
+    for item in predicted:
+        print(
+            f"  {item.strategy:>10} {item.packs:>8} {item.fill:>7.1%} {item.steps:>8} {item.cost:>15,.0f}"
+            f" {item.spread:>7.1%}"
+        )
+    if long := predicted[0].long:
+        print(f"{long} rows are longer than a pack; a run drops them")
 
 
 def _bars(bars: Sequence[tuple[str, int]]) -> None:
@@ -252,16 +258,17 @@ def stats(
         str | None, typer.Option(help="Its registered name, where the folder does not say.")
     ] = None,
     packing_length: Annotated[
-        int | None, typer.Option(min=1, help="Report how full packs of it get; needs --processor.")
+        int | None, typer.Option(min=1, help="Predict packs of it and steps; needs --processor.")
     ] = None,
     open_bins: Annotated[int, typer.Option(min=1, help="Packs filled at the same time.")] = DEFAULT_OPEN_BINS,
+    ranks: Annotated[int, typer.Option(min=1, help="Data ranks to predict the cost of steps for.")] = 1,
     durations: Annotated[
         bool, typer.Option("--durations", help="Open clips and sounds too: how many seconds a row has.")
     ] = False,
     limit: Annotated[int | None, typer.Option(min=1, help="The first rows only.")] = None,
     workers: Annotated[int, typer.Option(min=1, help="Processes that count.")] = 1,
 ) -> None:
-    """Show histograms of length, turns, media and sources, and how well the rows pack.
+    """Show histograms of length, turns, media and sources, how well the rows pack and what steps would cost.
 
     Without --processor lengths are words, and no medium is opened but for --durations. A row's source is its
     `meta.source`, else its file. Rows that training could not use are counted and left out.
@@ -270,8 +277,10 @@ def stats(
 
         data-prep stats data/shapes/train.jsonl
 
-        data-prep stats data/mine --processor data/shapes/processor/qwen3_vl --packing-length 4096 --out stats
+        data-prep stats data/mine --processor data/shapes/processor/qwen3_vl --packing-length 4096 --ranks 8
     """
+    if packing_length is None and ranks != 1:
+        raise UserError(f"--ranks {ranks} needs --packing-length: steps are made of packs")
     if processor is None and (packing_length is not None or processor_type is not None):
         name = "--packing-length" if packing_length is not None else "--processor-type"
         raise UserError(f"{name} needs --processor FOLDER: only a model's processor counts tokens")
@@ -288,11 +297,10 @@ def stats(
     print_stats(found)
     packing = None
     if packing_length is not None:
-        fill = packing_fill(found.lengths, packing_length, open_bins)
-        packing = {"length": packing_length, "open_bins": open_bins, **fill._asdict()}
-        print(f"\npacks of {packing_length}: {fill.packs}, {fill.fill:.1%} full (first_fit, {open_bins})")
-        if fill.rows_long:
-            print(f"{fill.rows_long} rows are longer than a pack; a run drops them")
+        predicted = forecasts(found, packing_length, open_bins, ranks)
+        packing = {"length": packing_length, "open_bins": open_bins, "ranks": ranks}
+        packing["strategies"] = {item.strategy: item._asdict() for item in predicted}
+        print_forecasts(predicted, packing_length, ranks)
     if out is not None:
         write_stats(found, out, packing)
         print(f"\nwrote: {out}")

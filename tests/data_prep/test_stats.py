@@ -10,7 +10,7 @@ from PIL import Image
 from typer.testing import CliRunner, Result
 
 from data_prep.cli import app
-from data_prep.stats import histogram, packing_fill, percentiles
+from data_prep.stats import histogram, percentiles
 
 runner = CliRunner()
 
@@ -78,15 +78,11 @@ def test_tokens_with_a_processor_equal_the_processors_own(sample: Path, tmp_path
     few = run(data, "--processor", folder, "--limit", 3)
     total, supervised = sum(map(len, samples)), sum(sample.supervised for sample in samples)
     assert f"{total} tokens, {supervised} supervised" in few.stdout
-    packing = found["packing"]
+    packing = found["packing"]["strategies"]["first_fit"]
     assert packing["fill"] == pytest.approx(found["lengths"]["sum"] / (packing["packs"] * 256))
-
-
-def test_packing_fill_by_hand() -> None:
-    assert packing_fill([6, 4, 6, 4], 10, open_bins=4) == (2, 1.0, 0)
-    assert packing_fill([6, 6], 10) == (2, 0.6, 0)
-    assert packing_fill([6, 11, 4], 10) == (1, 1.0, 1)
-    assert packing_fill([11], 10) == (0, 0.0, 1)
+    (shown,) = (line.split() for line in result.stdout.splitlines() if line.split()[:1] == ["first_fit"])
+    assert shown[1:4] == [str(packing["packs"]), f"{packing['fill']:.1%}", str(packing["steps"])]
+    assert packing["cost"] > found["lengths"]["sum"] / packing["steps"]   # attention and the tower too
 
 
 def test_histogram_and_percentiles_by_hand() -> None:
@@ -100,6 +96,7 @@ def test_misuse_is_one_line(rows: Path, tmp_path: Path) -> None:
     result = run(rows, "--packing-length", 100)
     assert (result.exit_code, result.stderr.count("\n")) == (1, 1)
     assert "--packing-length needs --processor" in result.stderr
+    assert "--ranks 2 needs --packing-length" in run(rows, "--ranks", 2).stderr
     (tmp_path / "bad.jsonl").write_text("{\n")
     result = run(tmp_path / "bad.jsonl")
     assert result.exit_code == 1
