@@ -65,7 +65,8 @@ COPY lmms_engine ./lmms_engine
 COPY recipes ./recipes
 # An editable install, so that a checkout mounted over /app is what runs.
 RUN VIRTUAL_ENV=/opt/venv uv pip install -q --no-cache --no-deps --no-build-isolation -e .
-VOLUME ["/app/data", "/app/runs", "/cache"]
+# Not /app/data and /app/runs: an engine would hide those of a mounted checkout behind volumes that nobody asked for.
+VOLUME ["/cache"]
 ARG GIT_COMMIT=""
 ARG LOCK_SHA256=""
 ARG BASE_IMAGE

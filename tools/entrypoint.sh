@@ -36,9 +36,11 @@ esac
 for folder in data runs; do
     if [[ -n $writes ]] && ! can_write "$PWD/$folder"; then
         owner=$(stat -c %u "$folder" 2>/dev/null || stat -c %u .)
-        remedy="mount it without :ro"
-        [[ $owner == "$uid" ]] || remedy="on the host: sudo chown -R $uid $folder"
-        [[ $owner == "$uid" || $owner == 0 ]] || remedy="start as its owner (--user $owner; compose: RUN_UID=$owner in .env), or $remedy"
+        remedy="on the host: sudo chown -R $uid $folder"
+        [[ $owner == 0 ]] || remedy="start as its owner (--user $owner; compose: RUN_UID=$owner in .env), or $remedy"
+        if [[ $owner == "$uid" || $(stat -c %A "$folder" 2>/dev/null) == *w[tx] ]]; then
+            fail "$PWD/$folder is read-only here: mount a folder there that can be written, --volume <folder>:$PWD/$folder"
+        fi
         fail "$PWD/$folder belongs to uid $owner and is not writable for uid $uid: $remedy"
     fi
 done

@@ -123,7 +123,7 @@ main() {
             if [[ $line == *" up "* ]]; then
                 check "README: \`$line\`" serves "$line"
             elif [[ $line == *launch.sh ]]; then
-                check "README: \`$line\`$note" bash -c "$line $steps"
+                check "README: \`$line\`$note" bash -c "$line $steps && wc -l runs/*/metrics.jsonl"
             else
                 check "README: \`$line\`" env "ARGS=$steps" bash -c "$line"
             fi

@@ -116,6 +116,8 @@ def test_the_base_is_pinned_and_the_image_is_not_root(repo: Path) -> None:
     assert "--require-hashes -r requirements.lock" in text
     assert re.findall(r"^USER (\S+)$", text, re.MULTILINE) == ["1000:1000"]
     assert "HEALTHCHECK" not in text
+    # An engine lays volumes of its own over a mounted checkout.
+    assert re.findall(r"^VOLUME (.+)$", text, re.MULTILINE) == ['["/cache"]']
     # The engine comes after the environment, so that an edit rebuilds only what is cheap.
     assert text.index("requirements.lock") < text.index("COPY lmms_engine") < text.index("GIT_COMMIT")
 

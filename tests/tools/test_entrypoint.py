@@ -135,6 +135,19 @@ def test_nowhere_to_write_temporary_files(start: Callable, app: Path) -> None:
 
 
 @NEEDS_MOUNTS
+@pytest.mark.parametrize("mode", ["755", "1777"])
+def test_a_read_only_mount(app: Path, start: Callable, mode: str) -> None:
+    (app / "runs").chmod(int(mode, 8))
+    owner = USER if mode == "755" else 0
+    os.chown(app / "runs", owner, owner)
+    read_only = f"mount --bind {app}/runs {app}/runs; mount -o remount,bind,ro {app}/runs"
+    stopped = start("recipes/mine/launch.sh", mounts=read_only)
+    assert stopped.returncode == 2
+    said = f"image: {app}/runs is read-only here: mount a folder there that can be written, --volume"
+    assert stopped.stderr == f"{said} <folder>:{app}/runs\n"
+
+
+@NEEDS_MOUNTS
 def test_little_disk_and_little_shared_memory(start: Callable, app: Path) -> None:
     small = f"mount -t tmpfs -o size=2m,mode=1777 tmpfs {app}/runs; mount -t tmpfs -o size=64m tmpfs /dev/shm"
     done = start("recipes/mine/launch.sh", mounts=small)
