@@ -34,7 +34,7 @@ BACKGROUND = (255, 255, 255)
 # What Pillow's plugins raise on files that are cut or garbled; RuntimeError is AVIF's.
 CORRUPT = (
     OSError, SyntaxError, ValueError, EOFError, IndexError, KeyError, TypeError, RuntimeError,
-    ArithmeticError, struct.error, zlib.error,
+    ArithmeticError, SystemError, struct.error, zlib.error,
 )  # fmt: skip
 
 
@@ -64,10 +64,11 @@ def decode_picture(source: bytes | Path, name: str, deadline: Deadline | None = 
     name: what messages call it. Raises BadRow: `media_corrupt`, `media_too_large`, `aspect_ratio`,
     `timeout`.
     """
+    deadline = deadline or Deadline(name)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")   # on size: our own limit stands below; on tags: they are unused
-            with (deadline or Deadline(name)).open(source) as file, Image.open(file) as image:
+            with deadline.open(source) as file, Image.open(file) as image:
                 check_size(*image.size, name)
                 image.seek(0)
                 image.load()
@@ -77,6 +78,7 @@ def decode_picture(source: bytes | Path, name: str, deadline: Deadline | None = 
     except CORRUPT as error:
         if isinstance(error, BadRow):
             raise
+        deadline.check()   # raised while a decoder was reading, it comes out as something else
         message = f"picture {name} cannot be decoded ({type(error).__name__}: {error})"
         raise BadRow("media_corrupt", message) from None
 

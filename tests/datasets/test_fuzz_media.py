@@ -65,6 +65,7 @@ PICTURES = {
     "webp": encoded("WEBP"),
     "lossless": encoded("WEBP", lossless=True),
     "avif": encoded("AVIF"),
+    "jpeg 2000": encoded("JPEG2000"),
     "tiff": encoded("TIFF", compression="tiff_lzw"),
     "bmp": encoded("BMP"),
 }  # fmt: skip

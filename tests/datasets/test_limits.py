@@ -94,6 +94,15 @@ def test_a_picture_that_takes_too_long(png: bytes, tmp_path: Path, form: str) ->
     assert stopped < (time.monotonic() - start) / 2
 
 
+def test_decoders_that_read_for_themselves() -> None:
+    """What is raised in a read comes out of their C code as an error of another type."""
+    buffer = io.BytesIO()
+    Image.new("RGB", (2500, 2500)).save(buffer, "JPEG2000")
+    with media_time_limit(0.02), pytest.raises(BadRow) as caught:
+        decode_picture(buffer.getvalue(), "p")
+    assert caught.value.kind == "timeout"
+
+
 def test_a_clip_that_takes_too_long(tmp_path: Path) -> None:
     part = long_clip(tmp_path / "a.mp4")
     settings = {"fps": 1000.0, "min_frames": 4, "max_frames": 10**6}
