@@ -73,11 +73,17 @@ def work_folder(out: Path, key: Mapping[str, Any]) -> Path:
     folder = out.resolve().parent / f".{out.name}.parts"
     text = json.dumps(key, indent=2, sort_keys=True, default=str) + "\n"
     if folder.exists() and _read(folder / KEY) != text:
-        shutil.rmtree(folder)
+        discard(folder)
     (folder / TEMPORARY).mkdir(parents=True, exist_ok=True)
     with put(folder, KEY) as path:
         path.write_text(text, encoding="utf-8")
     return folder
+
+
+def discard(folder: Path) -> None:
+    """Removes a work folder. First goes its key: what is left if this is cut off is never taken for whole."""
+    (folder / KEY).unlink(missing_ok=True)
+    shutil.rmtree(folder)
 
 
 def _read(path: Path) -> str | None:

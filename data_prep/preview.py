@@ -20,7 +20,7 @@ import typer
 
 from data_prep.lengths import Tokens
 from data_prep.media import heard
-from data_prep.rows import chunks_of, open_data, rows_of
+from data_prep.rows import chunks_of, open_data, progress_bar, rows_of
 from data_prep.write import whole_text
 from lmms_engine.datasets.schema import MediaPart, Message, Row, parse_row
 from lmms_engine.datasets.sources import Raw, Source
@@ -68,8 +68,10 @@ def page(source: Source, start: int, count: int, tokens: Tokens | None = None) -
         for chunk in chunks_of(source)
         for row, raw in rows_of(source, chunk)
     )
-    for place, raw, folder in islice(rows, start, start + count):
-        yield "".join(_article(place, raw, folder, tokens))
+    with progress_bar("showing", count) as advance:
+        for place, raw, folder in islice(rows, start, start + count):
+            yield "".join(_article(place, raw, folder, tokens))
+            advance(1)
     yield "</body></html>\n"
 
 

@@ -7,6 +7,8 @@
 
 from __future__ import annotations
 
+import sys
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -23,6 +25,7 @@ from lmms_engine.errors import UserError
 CHUNK_ROWS = 64
 MOST_PARTS = 1024   # that a set is cut into, until a part has so many rows:
 PART_ROWS = 4096
+PLAIN_SECONDS = 30   # between lines of progress where there is no terminal
 
 T = TypeVar("T")
 Work = TypeVar("Work")
@@ -140,9 +143,31 @@ def in_order(
 
 @contextmanager
 def progress_bar(title: str, total: int | None) -> Iterator[Callable[[int], None]]:
-    """A bar on stderr where it is a terminal; call what it gives with how many more rows are done."""
+    """A bar on stderr where it is a terminal, else a plain line now and then.
+
+    Call what it gives with how much more is done.
+    """
     console = Console(stderr=True)
+    if not console.is_terminal:
+        yield _plain(title, total)
+        return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    with Progress(*columns, console=console, transient=True) as progress:
         bar = progress.add_task(title, total=total)
         yield lambda more: progress.advance(bar, more)
+
+
+def _plain(title: str, total: int | None) -> Callable[[int], None]:
+    began = said = time.monotonic()
+    done = 0
+
+    def advance(more: int) -> None:
+        nonlocal done, said
+        done += more
+        now = time.monotonic()
+        if now - said >= PLAIN_SECONDS:
+            said = now
+            of = "" if total is None else f" of {total}"
+            print(f"{title}: {done}{of}, {now - began:.0f} s", file=sys.stderr, flush=True)
+
+    return advance

@@ -9,7 +9,6 @@ the address of its row.
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -32,7 +31,7 @@ from data_prep.executors import (
 )
 from data_prep.lengths import Tokens
 from data_prep.media import open_medium
-from data_prep.parts import alone, joined, put, stamp, stamp_source, work_folder
+from data_prep.parts import alone, discard, joined, put, stamp, stamp_source, work_folder
 from data_prep.rows import Chunk, open_data, parts_of, placed, rows_of
 from data_prep.write import portable, whole_text
 from lmms_engine.datasets.schema import MediaPart, Message, Row, parse_row
@@ -223,7 +222,7 @@ class Checking:
                             bad.write(json.dumps(fault._asdict(), ensure_ascii=False) + "\n")
         if self.fix is not None and report.rows > report.bad_rows:
             joined(self.folder, [_name(n, "jsonl") for n in range(self.count())], self.fix)
-        shutil.rmtree(self.folder)
+        discard(self.folder)
         if self.fix is not None and report.rows == report.bad_rows:
             raise UserError(f"no row is good: {self.fix} is not written")
         print_report(report)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
-import shutil
 from collections import Counter
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -21,7 +20,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import typer
 
 from data_prep.convert.common import Options, Records
-from data_prep.parts import alone, joined, put, run, work_folder
+from data_prep.parts import alone, discard, joined, put, run, work_folder
 from data_prep.rows import placed
 from data_prep.write import portable
 from lmms_engine.datasets.schema import MediaPart, Row, parse_row
@@ -128,7 +127,7 @@ class Converting:
             bad.update(kinds)
         if rows:
             joined(self.folder, [_name(number, "jsonl") for number in range(self.count())], self.out)
-        shutil.rmtree(self.folder)
+        discard(self.folder)
         return Converted(rows, bad)
 
 
