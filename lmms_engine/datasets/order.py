@@ -29,7 +29,7 @@ import numpy as np
 from lmms_engine.datasets.sources import Source
 
 WINDOW_ROWS = 1024
-WINDOW_BYTES = 16 * 1024 * 1024  # of raw rows that a shard holds for shuffling
+WINDOW_BYTES = 8 * 1024 * 1024  # of raw rows that a shard holds for shuffling
 CHUNK_ROWS = 256
 CHUNKS_PER_SHARD = 8  # small data are cut finer, so that every shard gets about this many chunks
 RUN_BYTES = 16 * 1024 * 1024  # of neighbouring rows that are dealt one after the other: read or fetched once

@@ -201,6 +201,31 @@ def test_two_sources_over_ranks_and_workers_give_every_row_once(tmp_path: Path) 
     assert names == {entry["path"] for entry in entries}
 
 
+@pytest.mark.parametrize("stop", ["first", "all"])
+def test_a_mixture_over_ranks_and_workers_repeats_nothing_too_early(tmp_path: Path, stop: str) -> None:
+    entries = [
+        {"path": str(write_jsonl(tmp_path / f"{name}.jsonl", [text_row(f"{name}{i}") for i in range(count)]))}
+        for name, count in (("a", 10), ("b", 30))
+    ]
+    mixed = [{**entry, "weight": 0.5} for entry in entries]
+    seen = []
+    for workers in (0, 2):
+        ranks = ids_of_epoch(make_job(mixed, mixture_stop=stop, dataloader_num_workers=workers), 2)
+        seen.append(ranks)
+    assert seen[0] == seen[1]
+    times = Counter(seen[0][0] + seen[0][1])
+    of_a = [times[f"a{i}"] for i in range(10)]
+    if stop == "first":
+        assert set(of_a) == {1}
+        assert max(times.values()) == 1
+    else:
+        assert {times[f"b{i}"] for i in range(30)} == {1}
+        assert max(of_a) - min(of_a) <= 1
+    total = sum(times.values())
+    assert abs(sum(of_a) - total / 2) <= 3 * math.sqrt(total / 4)
+    assert not set(seen[0][0]) & set(seen[0][1]) or stop == "all"
+
+
 def test_three_epochs_are_three_orders_and_files_made_in_another_order_change_nothing(tmp_path: Path) -> None:
     def epochs(folder: Path, names: str) -> list[list[str]]:
         for name in names:

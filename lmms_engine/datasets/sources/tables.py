@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import pyarrow.parquet as pq
 
 BATCH_ROWS = 64
+BUFFER_BYTES = 1024 * 1024
 
 
 class ArrowSource(FileSource):
@@ -156,7 +157,13 @@ def _open_parquet(file: File) -> pq.ParquetFile:
     try:
         # Not memory-mapped: mapped pages count as this process's memory, up to the size of the file.
         source = str(file) if isinstance(file, LocalFile) else pa.PythonFile(file.open(), "r")
-        return pq.ParquetFile(source, memory_map=False, pre_buffer=False, page_checksum_verification=True)
+        return pq.ParquetFile(
+            source,
+            memory_map=False,
+            pre_buffer=False,
+            buffer_size=BUFFER_BYTES,   # of a column: else all of a row group's lies in memory
+            page_checksum_verification=True,
+        )
     except UserError:
         raise
     except table_errors() as error:
