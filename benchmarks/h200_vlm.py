@@ -129,7 +129,7 @@ def compare(ours: tuple[Tensor, dict], reference: tuple[Tensor, dict]) -> Outcom
 def faults(batch: PackedBatch) -> dict[str, PackedBatch]:
     """The batch with one fault planted each."""
     total = batch.input_ids.numel()
-    blank = {**batch.media, "pixel_values": torch.zeros_like(batch.media["pixel_values"])}
+    blank = {**batch.media, "pixel_bytes": torch.zeros_like(batch.media["pixel_bytes"])}
     return {
         "samples leak": replace(batch, segments=Segments.from_lengths([total])),
         "pictures blanked": replace(batch, media=blank),

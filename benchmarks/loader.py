@@ -2,10 +2,13 @@
 
     python benchmarks/loader.py [--rows 300] [--workers 2] [--rounds 3] [--profile]
 
-Both read the same JPEG files of about 700×700 and the same chats, decode them in the same number of worker
-processes and hand tensors to the main process; the plain one neither packs nor checks nor computes labels
-and positions. They take turns, round by round, so that what else the machine does meets both; a round
-counts from the first batch. `--profile` prints where the processor time of our side goes.
+All read the same JPEG files of about 700×700 and the same chats, decode them in the same number of worker
+processes and hand tensors to the main process. The plain one neither packs nor checks nor computes labels and
+positions; it runs row by row and in batches of as many rows as our packs have. Ours hands over bytes, of
+which the model's device makes floats; `ours, floats on the CPU` does that too, in the main process, where
+plain leaves it to its workers. They take turns, round by round, so that what else the machine does meets all.
+A round counts from the first batch; CPU time is that of the process and its workers; ratios are to the first
+line. `--profile` prints where our workers' time goes.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import psutil
 import torch
 from common import MARKS, write_chats
 from PIL import Image
@@ -31,6 +35,7 @@ from transformers import Qwen3VLConfig
 from data_prep.processors import write_processors
 from lmms_engine.config import Job
 from lmms_engine.datasets.loader import Loader
+from lmms_engine.datasets.processor.pixels import tower_kwargs
 from lmms_engine.datasets.schema import parse_row
 from lmms_engine.models.qwen3_vl.processor import Qwen3VLProcessor
 from lmms_engine.segments import RowRef
@@ -49,36 +54,51 @@ class Plain(Dataset):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        torch.set_num_threads(1)
+    def __getitem__(self, index: int) -> tuple[str, Image.Image]:
         messages = self.rows[index]["messages"]
         url = messages[0]["content"][0]["image_url"]["url"]
         picture = Image.open(self.folder / url).convert("RGB")
         turns = [{"role": "user", "content": [{"type": "image"}, messages[0]["content"][1]]}, messages[1]]
-        text = self.processor.apply_chat_template(turns, tokenize=False)
-        return dict(self.processor(text=[text], images=[picture], return_tensors="pt"))
+        return self.processor.apply_chat_template(turns, tokenize=False), picture
+
+    def collate(self, rows: list[tuple[str, Image.Image]]) -> dict[str, torch.Tensor]:
+        """Texts and pictures as a padded batch."""
+        torch.set_num_threads(1)
+        texts, pictures = map(list, zip(*rows, strict=True))
+        return dict(self.processor(text=texts, images=pictures, padding=True, return_tensors="pt"))
 
 
-def plain_batches(plain: Plain, workers: int) -> Iterator[int]:
+def plain_batches(plain: Plain, workers: int, batch_size: int) -> Iterator[int]:
     """Pictures of each batch."""
-    for batch in DataLoader(plain, batch_size=None, shuffle=True, num_workers=workers):
+    feed = DataLoader(plain, batch_size, shuffle=True, num_workers=workers, collate_fn=plain.collate)
+    for batch in feed:
         yield len(batch["image_grid_thw"])
 
 
-def our_batches(job: Job, make: Callable[[], Any]) -> Iterator[int]:
-    """Pictures of each batch of an epoch."""
+def our_batches(job: Job, make: Callable[[], Any], *, floats: bool) -> Iterator[int]:
+    """Pictures of each batch of an epoch; floats: with the model's media made as well."""
     loader = Loader(job, make, dp_rank=0, dp_size=1)
     while micros := loader.next_step():
-        yield sum(len(micro.rows) for micro in micros)   # one picture a row
+        for micro in micros:
+            if floats:
+                tower_kwargs(micro.media, micro.tower)
+            yield len(micro.rows)   # one picture a row
     loader.close()
 
 
-def rate(batches: Iterator[int]) -> float:
-    """Pictures per second after the first batch."""
+def cpu_seconds() -> float:
+    """Processor time of this process and of its workers, those that have ended included."""
+    process = psutil.Process()
+    workers = [child.cpu_times() for child in process.children()]
+    return sum(process.cpu_times()[:4]) + sum(times.user + times.system for times in workers)
+
+
+def rate(batches: Iterator[int]) -> tuple[float, float]:
+    """Pictures per second after the first batch, and milliseconds of processor time per picture."""
     next(batches)
-    began = time.perf_counter()
+    began, used = time.perf_counter(), cpu_seconds()
     pictures = sum(batches)
-    return pictures / (time.perf_counter() - began)
+    return pictures / (time.perf_counter() - began), (cpu_seconds() - used) / pictures * 1000
 
 
 def profile(rows: Path, processor: Qwen3VLProcessor, count: int) -> None:
@@ -119,15 +139,26 @@ def main() -> None:
         )
         plain = Plain(rows, opened)
         size = sum(file.stat().st_size for file in (folder / "images").iterdir()) / given.rows / 1e6
-        rates: dict[str, list[float]] = {"plain": [], "ours": []}
-        for _ in range(given.rounds):
-            rates["plain"].append(rate(plain_batches(plain, given.workers)))
-            rates["ours"].append(rate(our_batches(job, make)))
-    ratios = [ours / other for ours, other in zip(rates["ours"], rates["plain"], strict=True)]
-    print("| loader | pictures/s | MB/s of JPEG |\n| --- | --- | --- |")
-    for name, found in rates.items():
-        print(f"| {name} | {median(found):.1f} | {median(found) * size:.1f} |")
-    print(f"\nratio by round: {', '.join(f'{ratio:.2f}' for ratio in ratios)}; median {median(ratios):.2f}")
+        many = given.rows // sum(1 for _ in our_batches(job, make, floats=False))   # rows of a pack
+        sides = {
+            "plain, a row at a time": lambda: plain_batches(plain, given.workers, 1),
+            f"plain, {many} rows at a time": lambda: plain_batches(plain, given.workers, many),
+            "ours": lambda: our_batches(job, make, floats=False),
+            "ours, floats on the CPU": lambda: our_batches(job, make, floats=True),
+        }
+        rounds = [{name: rate(side()) for name, side in sides.items()} for _ in range(given.rounds)]
+    print("| loader | pictures/s | MB/s of JPEG | ratio | by round | CPU ms/picture | ratio |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    first = next(iter(sides))
+    for name in sides:
+        speed, spent = (median(found[name][i] for found in rounds) for i in range(2))
+        ratios = [found[name][0] / found[first][0] for found in rounds]
+        saved = median(found[first][1] / found[name][1] for found in rounds)
+        each = ", ".join(f"{ratio:.2f}" for ratio in ratios)
+        print(
+            f"| {name} | {speed:.1f} | {speed * size:.1f} | {median(ratios):.2f} | {each} |"
+            f" {spent:.1f} | {saved:.2f} |"
+        )
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from torch import Tensor
 from lmms_engine.segments import RowRef, Segments
 
 # Media whose values the host needs (grids, counts): they never move to the device, which saves syncs.
-HOST_SUFFIXES = ("_grid_thw",)
+HOST_SUFFIXES = ("_grid_thw", "_frames")
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class PackedBatch:
     position_ids: Tensor | None       # int64 [T] or [3, T]
     labels: Tensor | None             # int64 [T], shifted inside each sample; -100 where weight is 0
     loss_weights: Tensor | None       # float32 [T]
-    media: dict[str, Tensor] = field(default_factory=dict)       # e.g. pixel_values, image_grid_thw
-    # encoder boundaries and positions: keyword arguments of the model
+    media: dict[str, Tensor] = field(default_factory=dict)       # e.g. pixel_bytes, image_grid_thw
+    # what the family's `extra_kwargs` needs besides the media: encoder boundaries and positions, pixel levels
     tower: dict[str, Tensor | int] = field(default_factory=dict)
     rows: tuple[RowRef, ...] = ()
     # Filled by `to` from the host's weights, so that the loss need not ask the device:

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from lmms_engine.config import DatasetEntry
     from lmms_engine.datasets.processor import Processor
 
-FORMAT = 1   # raise it when the same row, settings and processor give another sample, or the files change
+FORMAT = 2   # raise it when the same row, settings and processor give another sample, or the files change
 TOKEN_FIELDS = ("input_ids", "labels", "loss_weights", "position_ids")
 BATCH_BYTES = 128 * 1024   # of a record batch, what is unpacked to reach one row; a larger row has its own
 BATCH_ROWS = 64

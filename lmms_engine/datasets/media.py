@@ -72,7 +72,8 @@ def decode_picture(source: bytes | Path, name: str, deadline: Deadline | None = 
                 check_size(*image.size, name)
                 image.seek(0)
                 image.load()
-                return to_rgb(ImageOps.exif_transpose(image))
+                ImageOps.exif_transpose(image, in_place=True)   # else it copies, also where nothing turns
+                return to_rgb(image)
     except (Image.DecompressionBombError, MemoryError) as error:
         raise BadRow("media_too_large", f"picture {name} is too large to decode: {error}") from None
     except CORRUPT as error:

@@ -111,7 +111,7 @@ def test_a_run_on_the_encoded_set_gets_the_same_batches(
     expected = batches(file, data)
     found = batches(file, tmp_path / "out")
     assert found == expected
-    assert any("pixel_values" in batch[0] for batch in expected[:-1])
+    assert any("pixel_bytes" in batch[0] for batch in expected[:-1])
     assert "media_missing" in {record[2] for record in expected[-1]}
     assert ("truncated" in {record[2] for record in expected[-1]}) == bool(keys)
 

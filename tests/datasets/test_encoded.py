@@ -170,7 +170,7 @@ def test_a_set_that_is_not_whole_is_never_used(rows: Path, tmp_path: Path, fault
     elif fault == "meta":
         meta.write_text(meta.read_text()[:-9])
     else:
-        meta.write_text(meta.read_text().replace('"format": 1', '"format": 0'))
+        meta.write_text(meta.read_text().replace('"format": 2', '"format": 0'))
     with pytest.raises(UserError, match="damaged|not whole|has format 0"):
         batches(encoded)
 

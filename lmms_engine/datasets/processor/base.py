@@ -55,7 +55,8 @@ class Processor(Protocol):
         ...
 
     def tower_inputs(self, media: Mapping[str, Tensor]) -> dict[str, Tensor | int]:
-        """Keyword arguments of the model that save its towers reading grids on the device."""
+        """What the family's `extra_kwargs` needs besides the media of a whole batch, so that nothing is read
+        back from the device: mostly keyword arguments of its towers."""
         ...
 
     def save_pretrained(self, folder: Path) -> None:

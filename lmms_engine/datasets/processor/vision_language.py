@@ -3,11 +3,11 @@
 A family's processor subclasses `VisionLanguageProcessor` and states three things: how a clip is written into
 the text, the temporal positions inside it, and what its tower wants precomputed.
 
-The path of a row: media are decoded and cut into patches by the library's own processors -> the template is
-rendered and tokenised -> each placeholder token becomes as many slots as its medium has features -> M-RoPE
-positions, shifted labels. Pictures and clips share one pair of tensors, `pixel_values` [patches, dim] and
-`image_grid_thw` [n, 3], in order of appearance. Ids equal those of the library's processor given the same
-frames and times; so do the pixels.
+The path of a row: media are decoded, resized by the library's own rule and cut into patches -> the template
+is rendered and tokenised -> each placeholder token becomes as many slots as its medium has features -> M-RoPE
+positions, shifted labels. Pictures and clips share their tensors, patches and `image_grid_thw` [n, 3], in
+order of appearance. Ids equal those of the library's processor given the same frames and times; so do the
+pixels, which travel as bytes and become floats at the model (pixels.py).
 """
 
 from __future__ import annotations
@@ -17,20 +17,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
-from torchvision.transforms.v2 import InterpolationMode, functional
 
 from lmms_engine.datasets.chat import ChatTemplate, cut_at_turn
-from lmms_engine.datasets.limits import check_size
-from lmms_engine.datasets.media import load_picture
+from lmms_engine.datasets.processor import pixels
 from lmms_engine.datasets.processor.base import KeyRule, digest
+from lmms_engine.datasets.processor.visuals import Visual, Visuals
 from lmms_engine.datasets.sample import Sample
-from lmms_engine.datasets.video import plan_clip
 from lmms_engine.errors import BadRow, UserError
 from lmms_engine.registry import nearest
 from lmms_engine.segments import RowRef
@@ -38,11 +35,9 @@ from lmms_engine.segments import RowRef
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, ProcessorMixin
 
-    from lmms_engine.datasets.schema import MediaPart, Row
+    from lmms_engine.datasets.schema import Row
 
 IGNORE = -100
-BLOCK_PATCHES = 64  # worked on at a time, so that they stay in the cache
-RESAMPLE = {0: InterpolationMode.NEAREST, 2: InterpolationMode.BILINEAR, 3: InterpolationMode.BICUBIC}
 
 # processor_config.extra_kwargs -> (which of the library's processors, which end of its pixel range)
 PIXEL_LIMITS = {
@@ -71,17 +66,6 @@ class Slots:
 
 
 Piece = list[int] | Slots   # token ids of text, or slots
-
-
-@dataclass(frozen=True)
-class Visual:
-    """A decoded medium: patches float32 [t·h·w, dim], its grid in patches, and a clip's clock."""
-
-    kind: Literal["image", "video"]
-    pixels: Tensor
-    grid: tuple[int, int, int]
-    times: np.ndarray | None = None   # seconds of each frame, a multiple of the temporal patch
-    rate: float = 0.0                 # frames per second of the sampled clip
 
 
 def mrope_positions(pieces: Sequence[int | Slots]) -> np.ndarray:
@@ -115,7 +99,9 @@ class VisionLanguageProcessor:
 
     hf_class: ClassVar[str]
     sound = "this model takes no sound; remove the part, or train a family that listens"
-    keys: ClassVar[dict[str, KeyRule]] = {"pixel_values": KeyRule(0), "image_grid_thw": KeyRule(0)}
+    keys: ClassVar[dict[str, KeyRule]] = {
+        "pixel_values": KeyRule(0), "image_grid_thw": KeyRule(0), **pixels.KEYS,
+    }  # fmt: skip
 
     def __init__(
         self,
@@ -148,6 +134,7 @@ class VisionLanguageProcessor:
         limits = read_pixel_limits({"video_max_pixels": video_max_pixels, **extra_kwargs})
         self._set_limits(limits, video_max_frames)
         self._check_sizes()
+        self.visuals = Visuals(self.images, self.videos)
         self.image_token: int = hf.image_token_id
         self.video_token: int = hf.video_token_id
         self.vision_start = self._id("<|vision_start|>")
@@ -202,8 +189,8 @@ class VisionLanguageProcessor:
         """What stands in the place of the clip's placeholder token."""
         raise NotImplementedError(f"{type(self).__name__} does not say how a clip is written")
 
-    def tower_inputs(self, media: Mapping[str, Tensor]) -> dict[str, Tensor | int]:
-        """The tower's index tensors for the joined `image_grid_thw`, as `image_*` keyword arguments."""
+    def tower_indices(self, grids: np.ndarray) -> dict[str, Tensor | int]:
+        """The tower's index tensors for the joined grids [n, 3], as `image_*` keyword arguments."""
         raise NotImplementedError(f"{type(self).__name__} does not say what its tower wants")
 
     # The Processor protocol --------------------------------------------------------------------------
@@ -215,17 +202,21 @@ class VisionLanguageProcessor:
                 raise BadRow("unsupported_media", f"the row holds sound ({part.label}): {self.sound}")
         rendered = self.chat.render(row)   # before any decoding: it refuses rows cheaply
         ids, supervised, turns = self.chat.encode_turns(rendered)
-        visuals = self._decode([*row.media()])
+        visuals = [self.visuals.open(part) for part in row.media()]
         return self._assemble(ids, supervised, turns, visuals, ref)
 
     def stand_in(self) -> Sample:
         """One picture of the smallest legal grid, all zeros, without weight."""
-        grid = (1, self.merge, self.merge)
-        width = 3 * self.temporal_patch * self.patch**2
         ids = np.array([self.vision_start, self.image_token, self.vision_end])
-        zeros = Visual("image", torch.zeros(math.prod(grid), width), grid)
         ref = RowRef(source="stand-in", shard=0, row=0, id="stand-in")
-        return self._assemble(ids, np.zeros(3, dtype=bool), np.array([3]), [zeros], ref)
+        return self._assemble(ids, np.zeros(3, dtype=bool), np.array([3]), [self.visuals.blank()], ref)
+
+    def tower_inputs(self, media: Mapping[str, Tensor]) -> dict[str, Tensor | int]:
+        """What the model needs besides the joined media, in order not to ask the device for it."""
+        inputs = self.tower_indices(media["image_grid_thw"].numpy())
+        if "pixel_bytes" in media:
+            inputs |= pixels.pixel_inputs(media, self.visuals.levels, self.temporal_patch)
+        return inputs
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -248,76 +239,6 @@ class VisionLanguageProcessor:
     def save_pretrained(self, folder: Path) -> None:
         """Writes the library's processor with the pixel limits and sampling trained with."""
         self.hf.save_pretrained(folder)
-
-    # Media -------------------------------------------------------------------------------------------
-
-    def _decode(self, parts: list[MediaPart]) -> list[Visual]:
-        pictures = iter(self._picture_patches([load_picture(p) for p in parts if p.kind == "image"]))
-        return [next(pictures) if part.kind == "image" else self._clip(part) for part in parts]
-
-    def _picture_patches(self, pictures: list[Image.Image]) -> list[Visual]:
-        if not pictures:
-            return []
-        # The channel order is said, not guessed: a picture one or three pixels wide is ambiguous.
-        # Cut as bytes and made floats afterwards: the library's own order moves four times as much.
-        late = {"do_rescale": False, "do_normalize": False} if self._levels else {}
-        out = self.images(images=pictures, input_data_format="channels_first", return_tensors="pt", **late)
-        grids = [tuple(grid) for grid in out["image_grid_thw"].tolist()]
-        patches = _normalised(out["pixel_values"], *self._levels) if self._levels else out["pixel_values"]
-        pixels = patches.split([math.prod(grid) for grid in grids])
-        return [Visual("image", p, grid) for p, grid in zip(pixels, grids, strict=True)]
-
-    @cached_property
-    def _levels(self) -> tuple[Tensor, Tensor] | None:
-        """What the library subtracts from a picture's bytes and divides them by, float32 [3, 1]; None if it
-        is set to do otherwise."""
-        if not (self.images.do_rescale and self.images.do_normalize):
-            return None
-        scale = 1.0 / self.images.rescale_factor
-        mean, std = torch.tensor(self.images.image_mean), torch.tensor(self.images.image_std)
-        return (mean * scale)[:, None], (std * scale)[:, None]
-
-    def _clip(self, part: MediaPart) -> Visual:
-        """Frames are resized one by one as they are decoded, so that memory holds the small ones only."""
-        plan = plan_clip(
-            part, fps=self.fps, min_frames=self.videos.min_frames, max_frames=self.videos.max_frames
-        )
-        size, frames, resample = None, [], RESAMPLE[int(self.videos.resample)]
-        for frame in plan.frames():
-            pixels = torch.from_numpy(frame.copy()).permute(2, 0, 1)
-            if size is None:
-                check_size(frame.shape[1], frame.shape[0], f"clip {part.label}")
-                size = self._frame_size(max(len(plan), self.temporal_patch), *frame.shape[:2], part.label)
-            frames.append(functional.resize(pixels, size, resample, antialias=True))
-        # The last temporal patch is filled with its last frame, as the library does from two frames on.
-        missing = -len(frames) % self.temporal_patch
-        frames += [frames[-1]] * missing
-        out = self.videos(
-            videos=[torch.stack(frames)],
-            do_resize=False,
-            do_sample_frames=False,
-            input_data_format="channels_first",
-            return_tensors="pt",
-        )
-        times = np.concatenate([plan.times, np.repeat(plan.times[-1:], missing)])
-        grid = tuple(out["video_grid_thw"][0].tolist())
-        return Visual("video", out["pixel_values_videos"], grid, times, plan.rate)
-
-    def _frame_size(self, count: int, height: int, width: int, name: str) -> list[int]:
-        """Height and width that the library's video processor gives to `count` frames of this size."""
-        shape = torch.empty((1, count, 3, height, width), dtype=torch.uint8, device="meta")
-        try:
-            resized = self.videos.resize(
-                videos=shape,
-                size=self.videos.size,
-                resample=self.videos.resample,
-                factor=self.patch * self.merge,
-                temporal_factor=self.temporal_patch,
-                cap_pixels_per_frame=self.videos.cap_pixels_per_frame,
-            )
-        except ValueError as error:   # raised for an aspect ratio that the enlargement of tiny frames bends
-            raise BadRow("aspect_ratio", f"clip {name} of {width}×{height} pixels: {error}") from None
-        return list(resized.shape[-2:])
 
     # Sequence ----------------------------------------------------------------------------------------
 
@@ -391,20 +312,13 @@ class VisionLanguageProcessor:
         labels[:-1] = np.where(supervised[1:], ids[1:], IGNORE)
         weights = np.zeros(cut, dtype=np.float32)
         weights[:-1] = supervised[1:]
-        media = {}
-        if visuals:
-            pixels = [visual.pixels for visual in visuals]
-            media = {
-                "pixel_values": pixels[0].contiguous() if len(pixels) == 1 else torch.cat(pixels),
-                "image_grid_thw": torch.tensor([visual.grid for visual in visuals]),
-            }
         return Sample(
             row=ref,
             input_ids=torch.from_numpy(ids.astype(np.int64)),
             labels=torch.from_numpy(labels),
             loss_weights=torch.from_numpy(weights),
             position_ids=torch.from_numpy(np.ascontiguousarray(positions[:, :cut])),
-            media=media,
+            media=self.visuals.join(visuals) if visuals else {},
             truncated=cut < length,
         )
 
@@ -470,15 +384,6 @@ class VisionLanguageProcessor:
         if token_id is None or token_id == self.tokenizer.unk_token_id:
             raise UserError(f"the tokenizer has no token {token!r}; it is not one of a Qwen vision model")
         return token_id
-
-
-def _normalised(patches: Tensor, mean: Tensor, std: Tensor) -> Tensor:
-    """Patches uint8 [n, 3·d] as float32, less `mean` and over `std` by channel; bit for bit the library's."""
-    out = torch.empty(patches.shape)
-    for floats, levels in zip(out.split(BLOCK_PATCHES), patches.split(BLOCK_PATCHES), strict=True):
-        floats.copy_(levels)
-        floats.view(len(floats), 3, -1).sub_(mean).div_(std)
-    return out
 
 
 def read_pixel_limits(extra_kwargs: Mapping[str, Any]) -> dict[str, int]:

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, Qwen2_5_VLForConditionalGeneration
 
 from lmms_engine.datasets.batch import PackedBatch
+from lmms_engine.datasets.processor.pixels import tower_kwargs
 from lmms_engine.models.flops import Flops, Tally, add_decoder, add_head, real_grids
 from lmms_engine.models.qwen2_5_vl.tiny import tiny
 from lmms_engine.models.spec import MODELS, Layout, ModelSpec
@@ -38,7 +39,7 @@ def extra_kwargs(batch: PackedBatch, config: PretrainedConfig) -> dict[str, Any]
     if not batch.media:
         return {"input_ids": ids}
     one_id = torch.where(ids == config.video_token_id, config.image_token_id, ids)
-    return {"input_ids": one_id, **batch.media, **batch.tower}
+    return {"input_ids": one_id, **tower_kwargs(batch.media, batch.tower)}
 
 
 def shard_pictures(inputs: dict[str, Any], start: int, end: int) -> dict[str, Any]:

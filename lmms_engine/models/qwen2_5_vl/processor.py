@@ -8,9 +8,9 @@ and lets the text start inside longer clips, so positions are always passed to t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -46,9 +46,8 @@ class Qwen25VLProcessor(VisionLanguageProcessor):
             steps = temporal_steps(t, seconds, self.vision_config.tokens_per_second)
         return [Slots(self.video_token, (t, h // self.merge, w // self.merge), steps)]
 
-    def tower_inputs(self, media: Mapping[str, Tensor]) -> dict[str, Tensor | int]:
+    def tower_indices(self, grids: np.ndarray) -> dict[str, Tensor | int]:
         """Boundaries of frames and of attention windows, the windows' order, rotary positions."""
-        grids = media["image_grid_thw"].numpy()
         vision = self.vision_config
         order, edges = windows(grids, self.merge, vision.window_size // self.merge // vision.patch_size)
         frames = frame_offsets(grids)

@@ -7,8 +7,7 @@ own marks around the placeholder stay, as in the pinned transformers release.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -35,9 +34,8 @@ class Qwen3VLProcessor(VisionLanguageProcessor):
             pieces += [[*text, self.vision_start], slots, [self.vision_end]]
         return pieces
 
-    def tower_inputs(self, media: Mapping[str, Tensor]) -> dict[str, Tensor | int]:
+    def tower_indices(self, grids: np.ndarray) -> dict[str, Tensor | int]:
         """Frame boundaries, rotary positions, and the taps into the learned position table."""
-        grids = media["image_grid_thw"].numpy()
         side = int(self.vision_config.num_position_embeddings**0.5)
         taps, weights = table_taps(grids, self.merge, side)
         frames = frame_offsets(grids)

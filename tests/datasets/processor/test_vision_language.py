@@ -18,6 +18,7 @@ from transformers.video_utils import VideoMetadata
 
 from data_prep.clips import write_clip
 from lmms_engine.datasets.loader import Loader
+from lmms_engine.datasets.processor.pixels import tower_kwargs
 from lmms_engine.datasets.processor.vision_language import Slots, mrope_positions
 from lmms_engine.datasets.sample import Sample
 from lmms_engine.datasets.schema import MediaPart, parse_row
@@ -54,11 +55,16 @@ def clip(folder: Path, seconds: int = 4, rate: int = 8, size: tuple[int, int] = 
     return {"type": "video", "path": "c.mp4"}
 
 
+def pixel_values(processor: Any, media: dict[str, torch.Tensor]) -> torch.Tensor:
+    """What the model gets, float32."""
+    return tower_kwargs(media, processor.tower_inputs(media))["pixel_values"]
+
+
 def check_slots(processor: Any, of: Sample) -> None:
     """Slots = features = pixel rows / merge², and nothing is learnt at a slot."""
     slots = (of.input_ids == processor.image_token) | (of.input_ids == processor.video_token)
     grids = of.media["image_grid_thw"]
-    assert slots.sum() * processor.merge**2 == grids.prod(1).sum() == len(of.media["pixel_values"])
+    assert slots.sum() * processor.merge**2 == grids.prod(1).sum() == len(of.media["pixel_bytes"])
     targets = of.labels[of.labels != -100]
     assert not torch.isin(targets, torch.tensor([processor.image_token, processor.video_token])).any()
 
@@ -96,7 +102,7 @@ def test_ids_and_pixels_are_the_librarys(
     assert ours.media["image_grid_thw"].tolist() == grids
     cut = int(theirs["image_grid_thw"][0].prod())
     pixels = [theirs["pixel_values"][:cut], theirs["pixel_values_videos"], theirs["pixel_values"][cut:]]
-    torch.testing.assert_close(ours.media["pixel_values"], torch.cat(pixels), rtol=0, atol=0)
+    torch.testing.assert_close(pixel_values(processor, ours.media), torch.cat(pixels), rtol=0, atol=0)
 
     decode = processor.tokenizer.decode
     assert decode(ours.labels[ours.labels != -100]) == "A cat<|im_end|> yes <|im_end|>"
@@ -182,7 +188,7 @@ def test_odd_frame_counts(build: Build, sample: Make, tmp_path: Path, count: int
     assert of.media["image_grid_thw"][0, 0] == groups
     check_slots(processor, of)
     # The last group is filled with the last frame: its two halves hold the same pixels.
-    patches = of.media["pixel_values"].view(groups, -1, 3, 2, processor.patch, processor.patch)
+    patches = pixel_values(processor, of.media).view(groups, -1, 3, 2, processor.patch, processor.patch)
     alike = (patches[:, :, :, 0] == patches[:, :, :, 1]).flatten(1).all(1)
     assert alike.tolist() == [False] * (groups - count % 2) + [True] * (count % 2)
 
@@ -198,7 +204,8 @@ def test_odd_clips_equal_the_librarys(build: Build, library: Any, sample: Make, 
         **{k: settings[k] for k in ("size", "cap_pixels_per_frame", "max_video_tokens")},
         return_tensors="pt",
     )
-    torch.testing.assert_close(of.media["pixel_values"], theirs["pixel_values_videos"], rtol=0, atol=0)
+    ours = pixel_values(processor, of.media)
+    torch.testing.assert_close(ours, theirs["pixel_values_videos"], rtol=0, atol=0)
 
 
 def test_video_max_pixels_bounds_a_frame(build: Build, sample: Make, tmp_path: Path) -> None:
@@ -222,10 +229,9 @@ def test_stand_in_is_the_smallest_picture_without_weight(build: Build) -> None:
     assert of.supervised == 0
     assert (of.labels == -100).all()
     assert of.media["image_grid_thw"].tolist() == [[1, 2, 2]]
-    assert of.media["pixel_values"].shape == (4, 3 * 2 * processor.patch**2)
-    assert not of.media["pixel_values"].any()
+    assert not of.media["pixel_bytes"].any()
+    assert pixel_values(processor, of.media).shape == (4, 3 * 2 * processor.patch**2)
     check_slots(processor, of)
-    processor.tower_inputs(of.media)
 
 
 def test_sound_is_refused_clearly(build: Build, sample: Make) -> None:
@@ -317,7 +323,7 @@ def test_the_limit_never_separates_slots_and_features(
     assert sorted(seen) == sorted(lengths if overlong == "truncate" else set(lengths) - too_long)
     for micro in micros:
         slots = (micro.input_ids == measure.image_token).sum() * measure.merge**2
-        assert slots == micro.media["image_grid_thw"].prod(1).sum() == len(micro.media["pixel_values"])
+        assert slots == micro.media["image_grid_thw"].prod(1).sum() == len(micro.media["pixel_bytes"])
         assert 0 < micro.num_tokens <= limit
 
 
@@ -354,7 +360,7 @@ def test_saved_processor_has_the_limits_trained_with(
     part = picture(tmp_path, 300, 200)
     ours = sample(processor, [part], "a").media
     theirs = opened.image_processor(images=[Image.open(tmp_path / part["path"])], return_tensors="pt")
-    torch.testing.assert_close(ours["pixel_values"], theirs["pixel_values"], rtol=0, atol=0)
+    torch.testing.assert_close(pixel_values(processor, ours), theirs["pixel_values"], rtol=0, atol=0)
     assert ours["image_grid_thw"].tolist() == theirs["image_grid_thw"].tolist()
 
 
@@ -379,7 +385,7 @@ def test_it_survives_a_trip_to_a_worker(build: Build, sample: Make, tmp_path: Pa
     part = picture(tmp_path, 60, 60)
     one, other = (sample(p, [part], "a") for p in (processor, pickle.loads(pickle.dumps(processor))))
     assert torch.equal(one.input_ids, other.input_ids)
-    assert torch.equal(one.media["pixel_values"], other.media["pixel_values"])
+    assert torch.equal(one.media["pixel_bytes"], other.media["pixel_bytes"])
 
 
 def test_wrong_folder_is_a_clear_error(build: Build, folders: Path, family: str, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from PIL import Image
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 from data_prep.processors import qwen2_5_vl
+from lmms_engine.datasets.processor.pixels import tower_kwargs
 from lmms_engine.datasets.schema import parse_row
 from lmms_engine.models.qwen2_5_vl.processor import Qwen25VLProcessor, temporal_steps
 from lmms_engine.segments import RowRef
@@ -113,17 +114,18 @@ def test_a_picture_beside_a_clip_is_not_scaled(processor: Qwen25VLProcessor, tmp
 def test_tower_inputs_change_nothing(processor: Qwen25VLProcessor, model: Any, tmp_path: Path) -> None:
     parts = [picture(tmp_path, 170, 160), frame_folder(tmp_path, 7, 1.7), picture(tmp_path, 200, 40)]
     media = processor(ask(tmp_path, *parts), REF).media
-    inputs = processor.tower_inputs(media)
+    inputs = tower_kwargs(media, processor.tower_inputs(media))
+    values, grids = inputs.pop("pixel_values"), inputs.pop("image_grid_thw")
     assert isinstance(inputs["image_max_seqlen"], int)
     assert isinstance(inputs["image_max_window_seqlen"], int)
     edges = inputs["image_cu_window_seqlens"]
     assert inputs["image_max_window_seqlen"] == edges.diff().max()
     with torch.no_grad():
-        plain = model.get_image_features(media["pixel_values"], media["image_grid_thw"])
-        given = model.get_image_features(media["pixel_values"], media["image_grid_thw"], **inputs)
+        plain = model.get_image_features(values, grids)
+        given = model.get_image_features(values, grids, **inputs)
         # If they were ignored, wrong ones would change nothing either.
         wrong = {**inputs, "image_cu_window_seqlens": edges[[0, -1]]}
-        other = model.get_image_features(media["pixel_values"], media["image_grid_thw"], **wrong)
+        other = model.get_image_features(values, grids, **wrong)
     for one, two in zip(plain.pooler_output, given.pooler_output, strict=True):
         assert torch.equal(one, two)
     assert not torch.equal(torch.cat(plain.pooler_output), torch.cat(other.pooler_output))

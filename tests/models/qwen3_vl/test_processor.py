@@ -14,6 +14,7 @@ from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 from data_prep.clips import write_clip
 from data_prep.processors import qwen3_vl
+from lmms_engine.datasets.processor.pixels import tower_kwargs
 from lmms_engine.datasets.schema import parse_row
 from lmms_engine.models.qwen3_vl.processor import Qwen3VLProcessor
 from lmms_engine.segments import RowRef
@@ -95,17 +96,18 @@ def test_positions_equal_the_librarys(processor: Qwen3VLProcessor, model: Any, t
 def test_tower_inputs_change_nothing(processor: Qwen3VLProcessor, model: Any, tmp_path: Path) -> None:
     parts = [picture(tmp_path, 100, 160), frame_folder(tmp_path, 7, 1.7), picture(tmp_path, 200, 40)]
     media = processor(ask(tmp_path, *parts), REF).media
-    inputs = processor.tower_inputs(media)
+    inputs = tower_kwargs(media, processor.tower_inputs(media))
+    values, grids = inputs.pop("pixel_values"), inputs.pop("image_grid_thw")
     assert isinstance(inputs["image_max_seqlen"], int)
     with torch.no_grad():
-        plain = model.get_image_features(media["pixel_values"], media["image_grid_thw"], return_dict=True)
+        plain = model.get_image_features(values, grids, return_dict=True)
         given = model.get_image_features(
-            media["pixel_values"], media["image_grid_thw"], return_dict=True, **inputs
+            values, grids, return_dict=True, **inputs
         )
         # If they were ignored, wrong ones would change nothing either.
         wrong = {**inputs, "image_interp_weights": inputs["image_interp_weights"] * 0}
         other = model.get_image_features(
-            media["pixel_values"], media["image_grid_thw"], return_dict=True, **wrong
+            values, grids, return_dict=True, **wrong
         )
     for one, two, three in zip(plain.pooler_output, given.pooler_output, other.pooler_output, strict=True):
         assert torch.equal(one, two)
