@@ -111,6 +111,15 @@ class ParquetSource(FileSource):
         super().__init__(shards, counts, size // max(sum(counts), 1))
 
     def rows(self, shard: int, start: int = 0) -> Iterator[tuple[int, Raw | None]]:
+        import pyarrow as pa
+
+        try:
+            yield from self._decoded(shard, start)
+        finally:
+            # Else the allocator keeps what was decoded: 100 MB in each worker where rows hold pictures.
+            pa.default_memory_pool().release_unused()
+
+    def _decoded(self, shard: int, start: int) -> Iterator[tuple[int, Raw]]:
         row = 0
         try:
             batches = self._opened(shard).iter_batches(
