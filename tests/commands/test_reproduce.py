@@ -17,9 +17,10 @@ from lmms_engine.commands.reproducing.again import command, folder_beside
 from lmms_engine.commands.reproducing.curves import EXACT, Tolerance, compare
 from lmms_engine.commands.reproducing.origin import differences, read_origin, why_not_exact
 from lmms_engine.errors import UserError
-from tests.runs import launch, logged, make_config, make_row, write_rows
+from lmms_engine.parallel.mesh import build_mesh, leave_mesh
+from tests.runs import logged, make_config, make_row, train, write_rows
 
-pytestmark = [pytest.mark.xdist_group("reproduce"), pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.xdist_group("reproduce"), pytest.mark.timeout(600)]
 CODE = {"commit", "changes that were not committed"}   # may change while the suite runs
 
 
@@ -32,9 +33,8 @@ def made(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = make_config(
         root / "data", root / "run", trainer__max_steps=4, trainer__eval_steps=2, data__eval_datasets=heldout
     )
-    process = launch(config, root)
-    output, _ = process.communicate()
-    assert process.returncode == 0, output
+    train(build_mesh(), config)
+    leave_mesh()
     return root
 
 

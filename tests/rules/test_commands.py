@@ -21,6 +21,7 @@ import yaml
 
 from lmms_engine.config import load_job
 from lmms_engine.launch import cli
+from tests.rules.test_docs import PROGRAMS, click_command
 
 REPO = Path(__file__).resolve().parents[2]
 PAGES = [
@@ -139,8 +140,6 @@ def compose(words: list[str]) -> None:
     name, *command = rest
     assert name in services, f"no service {name} (there are: {', '.join(services)})"
     if command and name == "prep":
-        from tests.rules.test_docs import click_command
-
         click_command("data-prep", command)
     elif command:
         inside(command)
@@ -148,7 +147,9 @@ def compose(words: list[str]) -> None:
 
 def inside(words: list[str]) -> None:
     """A command that the image runs."""
-    if words and words[0] not in ("bash", "make", "python", "lmms-engine", "data-prep"):
+    if words and words[0] in PROGRAMS:
+        click_command(words[0], words[1:])
+    elif words and words[0] not in ("bash", "make", "python"):
         check_launcher(words[0], {}, tuple(words[1:]))
 
 
@@ -268,6 +269,7 @@ def test_make_takes_every_make_command(tmp_path: Path) -> None:
         "docker compose run --rm train recipes/qwen3_vl/launch.sh trainer_args.max_step=2",
         "docker compose run --rm prep smaple --out x",
         "docker compose start train",
+        "docker compose run --rm train lmms-engine docter",
         "docker build --target tset .",
         "docker run --rm lmms-engine:local recipes/qwen3_vl/lunch.sh",
         "sbatch --nodes=2 recipes/_launch/slurm.batch qwen3_vl",
