@@ -143,7 +143,8 @@ def image_state() -> dict[str, str | None] | None:
 
     An image cannot hold its own digest: whoever starts it may pass it in.
     """
-    said = {key: os.environ.get(f"LMMS_IMAGE_{key.upper()}") or None for key in IMAGE_KEYS}
+    given = {key: os.environ.get(f"LMMS_IMAGE_{key.upper()}", "") for key in IMAGE_KEYS}
+    said = {key: value if value not in ("", "unknown") else None for key, value in given.items()}
     return said if any(said.values()) or any(Path(mark).exists() for mark in CONTAINER_MARKS) else None
 
 
