@@ -115,6 +115,20 @@ def test_resume_at_every_step_with_other_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("large")
+def test_progress_runs_from_0_to_1_also_where_rows_are_not_counted(tmp_path: Path) -> None:
+    rows = [text_row(f"r{i}", 1000 if i % 5 == 4 else 6) for i in range(200)]
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    source = open_source(DatasetEntry(path=str(path)), by_line=False)
+    assert max(len(rows) for _, rows in source.slots(0, 0, source.num_rows)) > 1
+    loader = make_loader(make_job(path, num_logical_shards=1, packing_length=1500, shuffle=False))
+    seen = [loader.progress()]
+    while loader.next_step():
+        seen.append(loader.progress())
+    assert seen == sorted(seen)
+    assert (seen[0], loader.progress()) == (0.0, 1.0)
+
+
+@pytest.mark.usefixtures("large")
 def test_odd_lines_are_kept_and_bad_ones_named_by_their_byte(tmp_path: Path) -> None:
     path = odd_file(tmp_path)
     source = open_source(DatasetEntry(path=str(path)), by_line=False)
