@@ -34,8 +34,9 @@ def rows(sample: Path) -> dict[str, list[dict[str, Any]]]:
 
 @pytest.fixture
 def killed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
-    """`killed(arguments, parts, count)`: runs the command in a process and kills it (`kill -9`) as soon
-    as the folder `parts` holds `count` finished files. Gives how many it held in the end.
+    """`killed(arguments, parts, count)`: runs the command in a process and kills it (`kill -9`) soon after
+    the folder `parts` holds `count` finished files: at work on the next, or with that one written and not yet in
+    its place. Gives how many it held in the end.
 
     Sets are cut into parts of 8 rows, so that small ones have several.
     """
@@ -47,11 +48,23 @@ def killed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
         def done() -> int:
             return len(list(parts.rglob("part-*")))
 
-        process = multiprocessing.get_context("fork").Process(target=app, args=([*map(str, arguments)],))
+        def work() -> None:
+            put_in_place = Path.replace
+
+            def replace(self: Path, target: Path) -> Path:
+                if done() >= count:   # it does not run away from a slow killer
+                    time.sleep(60)
+                return put_in_place(self, target)
+
+            Path.replace = replace   # in the process to be killed alone
+            app([*map(str, arguments)])
+
+        process = multiprocessing.get_context("fork").Process(target=work)
         process.start()
         deadline = time.monotonic() + 60
         while process.is_alive() and done() < count and time.monotonic() < deadline:
             time.sleep(0.001)
+        time.sleep(0.02)
         os.kill(process.pid, signal.SIGKILL)
         process.join()
         assert process.exitcode == -signal.SIGKILL, "it was done before it could be killed"

@@ -21,7 +21,7 @@ from lmms_engine.datasets.batch import PackedBatch
 from lmms_engine.datasets.loader import Loader
 from lmms_engine.errors import UserError
 from lmms_engine.models.build import build_processor
-from tests.runs import MODEL
+from tests.runs import MODEL, logged, make_config, train
 
 runner = CliRunner()
 
@@ -114,6 +114,31 @@ def test_a_run_on_the_encoded_set_gets_the_same_batches(
     assert any("pixel_bytes" in batch[0] for batch in expected[:-1])
     assert "media_missing" in {record[2] for record in expected[-1]}
     assert ("truncated" in {record[2] for record in expected[-1]}) == bool(keys)
+
+
+def test_a_run_trains_on_it_to_the_same_numbers(corpus: Path, tmp_path: Path) -> None:
+    """The whole way: encoded by the run's config, trained on, validated on, and shown in the report."""
+    from lmms_engine.parallel.mesh import build_mesh, leave_mesh
+
+    def config(name: str, data: Path, heldout: Path) -> dict[str, Any]:
+        entries = {"data__datasets": [{"path": str(data)}], "data__eval_datasets": [{"path": str(heldout)}]}
+        more = {"trainer__max_steps": 2, "trainer__eval_steps": 2, "trainer__save_steps": 2}
+        return make_config(corpus, tmp_path / name, **entries, **more)
+
+    sets = [corpus / "train.jsonl", corpus / "heldout.jsonl"]
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump(config("rows", *sets)))
+    for path in sets:
+        assert run(path, tmp_path / "encoded" / path.stem, "--config", file).exit_code == 0
+    numbers = []
+    for name, paths in (("rows", sets), ("encoded", [tmp_path / "encoded" / path.stem for path in sets])):
+        train(build_mesh(), config(f"run-{name}", *paths))
+        leave_mesh()
+        logs = [row for split in ("train", "eval") for row in logged(tmp_path / f"run-{name}", split)]
+        numbers.append([(row["loss"], row["grad_norm"], row["tokens"], row["epoch"]) for row in logs])
+        assert "<mark>" in (tmp_path / f"run-{name}" / "report.html").read_text()
+    assert numbers[0] == numbers[1]
+    assert len(numbers[0]) == 3
 
 
 def test_settings_are_those_of_a_run_by_default(data: Path, sample: Path, tmp_path: Path) -> None:

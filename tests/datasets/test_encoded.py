@@ -117,9 +117,19 @@ def test_a_run_sees_the_batches_that_the_rows_give(rows: Path, tmp_path: Path, k
     assert of_encoded == of_rows != expected
 
 
+def test_windows_of_the_shuffle_are_those_of_the_rows(
+    rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They depend on how large the original's rows are, and are here smaller than the set."""
+    monkeypatch.setattr("lmms_engine.datasets.order.WINDOW_BYTES", 20 * 200)
+    encoded = encode(rows, tmp_path / "encoded")
+    assert batches(encoded, num_logical_shards=1) == batches(rows, num_logical_shards=1)
+
+
 def test_a_bad_row_stops_the_run_as_it_would_have(rows: Path, tmp_path: Path) -> None:
     encoded = encode(rows, tmp_path / "encoded")
-    with pytest.raises(UserError, match=r"17\.arrow, row \d+\), .*missing\.png does not exist.*on_bad_row=skip"):
+    said = r"17\.arrow, row \d+\), .*missing\.png does not exist.*on_bad_row=skip"
+    with pytest.raises(UserError, match=said):
         batches(encoded, on_bad_row="stop")
 
 
@@ -145,7 +155,7 @@ def test_another_processor_is_refused_with_the_part_that_differs(
 ) -> None:
     encoded = encode(rows, tmp_path / "encoded")
     monkeypatch.setattr(ByteProcessor, "fingerprint", "bytes-2")
-    with pytest.raises(UserError, match="processor was 'bytes-1' and is 'bytes-2'. Set these back, or encode"):
+    with pytest.raises(UserError, match=r"processor was 'bytes-1' and is 'bytes-2'\. Set these back, or"):
         make_loader(make_job(encoded))
     named = {"tokenizer": "t", "size": {"longest_edge": 7, "shortest_edge": 3}}
     monkeypatch.setattr(ByteProcessor, "identity", named, raising=False)
@@ -171,7 +181,7 @@ def test_a_set_that_is_not_whole_is_never_used(rows: Path, tmp_path: Path, fault
         meta.write_text(meta.read_text()[:-9])
     else:
         meta.write_text(meta.read_text().replace('"format": 2', '"format": 0'))
-    with pytest.raises(UserError, match="damaged|not whole|has format 0"):
+    with pytest.raises(UserError, match=r"damaged|not whole|has format 0"):
         batches(encoded)
 
 
