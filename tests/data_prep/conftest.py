@@ -35,8 +35,8 @@ def rows(sample: Path) -> dict[str, list[dict[str, Any]]]:
 @pytest.fixture
 def killed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     """`killed(arguments, parts, count)`: runs the command in a process and kills it (`kill -9`) soon after
-    the folder `parts` holds `count` finished files: at work on the next, or with that one written and not yet in
-    its place. Gives how many it held in the end.
+    the folder `parts` holds `count` finished files: at work on the next, or with that one written and not
+    yet in its place. Gives how many it held in the end.
 
     Sets are cut into parts of 8 rows, so that small ones have several.
     """
