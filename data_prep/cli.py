@@ -28,7 +28,7 @@ VERBS = {
     "validate": "Check every row and open every medium; the exit code is 1 if there are faults.",
     "stats": "Show histograms of length, turns, media and sources, and how well the rows pack.",
     "preview": "Write an HTML page of conversations with their media; one file that needs no network.",
-    "shard": "Rewrite a data set as Parquet shards of about equal size, in the same order.",
+    "shard": "Rewrite a data set as Parquet or Arrow shards of about equal size, in the same order.",
     "encode": "Bring rows through a model's processor once, so that a run need not do it every epoch.",
 }
 

@@ -1,4 +1,4 @@
-"""`data-prep shard`: a data set rewritten as Parquet shards of about equal size, media inside or beside.
+"""`data-prep shard`: a data set rewritten as Parquet or Arrow shards of about equal size, with its media.
 
 Two passes. The first parses every row and notes its size; the rows, in their order, are then cut where the
 sum reaches each shard's part. The second writes the shards. Both are done part by part by any number of
@@ -37,6 +37,7 @@ from lmms_engine.datasets.sources import Source
 from lmms_engine.errors import BadRow, UserError
 
 Media = Literal["embed", "relative"]
+Form = Literal["parquet", "arrow"]
 DEFAULT_SIZE_MB = 512
 GROUP_BYTES = 32 << 20   # of a row group: what a reader has in memory at least
 GROUP_ROWS = 1024
@@ -144,8 +145,8 @@ def cut(sizes: Sequence[int] | np.ndarray, count: int) -> list[Shard]:
 class Writing:
     """The second pass, a Stage: the shards themselves.
 
-    shards, size_mb: how many, or how large. folder: where they are written; home: where they will lie, which
-    relative paths start from.
+    shards, size_mb: how many, or how large; form: what they are. folder: where they are written; home: where
+    they will lie, which relative paths start from.
     """
 
     measuring: Measuring
@@ -153,6 +154,7 @@ class Writing:
     size_mb: float
     folder: Path
     home: Path
+    form: Form = "parquet"
     title = "writing"
 
     def __getstate__(self) -> dict[str, Any]:
@@ -172,19 +174,15 @@ class Writing:
 
     def name(self, number: int) -> str:
         """The file of a shard."""
-        return f"part-{number:05d}-of-{self.count():05d}.parquet"
+        return f"part-{number:05d}-of-{self.count():05d}.{self.form}"
 
     def make(self, number: int) -> None:
         """Writes the shard's file, unless it is there."""
         import pyarrow as pa
-        import pyarrow.parquet as pq
 
         name, schema = self.name(number), _schema()
         if not (self.folder / name).is_file():
-            with (
-                put(self.folder, name) as path,
-                pq.ParquetWriter(path, schema, compression="zstd") as writer,
-            ):
+            with put(self.folder, name) as path, _writer(path, schema, self.form) as writer:
                 for group in _groups(self._rows(self.plan[0][number])):
                     writer.write_table(pa.Table.from_pylist(group, schema))
 
@@ -238,6 +236,15 @@ class Writing:
         if self.measuring.media == "embed" and not Path(part.path).is_dir():
             return {"bytes": Path(part.path).read_bytes()}
         return {"path": os.path.relpath(part.path, self.home)}
+
+
+def _writer(path: Path, schema: Any, form: Form) -> Any:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    if form == "arrow":   # uncompressed, so that readers map it
+        return pa.ipc.new_file(str(path), schema)
+    return pq.ParquetWriter(path, schema, compression="zstd")
 
 
 def _groups(rows: Iterator[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
@@ -329,7 +336,7 @@ def present(out: Path, made: bool = False) -> Written:
     """What lies in a whole folder, shown in one line."""
     (out / KEY).unlink(missing_ok=True)
     rows = json.loads((out / MARKER).read_text(encoding="utf-8"))["rows"]
-    written = Written(made, rows, [file.stat().st_size for file in sorted(out.glob("*.parquet"))])
+    written = Written(made, rows, [file.stat().st_size for file in sorted(out.glob("part-*"))])
     sizes = written.sizes
     spread = f"{min(sizes) / 1e6:.2f}–{max(sizes) / 1e6:.2f} MB each"
     verb = "wrote" if made else "present"
@@ -338,13 +345,14 @@ def present(out: Path, made: bool = False) -> Written:
 
 
 def plan_shards(
-    source: Source, out: Path, shards: int | None, size_mb: float, media: Media
+    source: Source, out: Path, shards: int | None, size_mb: float, media: Media, form: Form = "parquet"
 ) -> Sharding | None:
     """What is to do for the folder `out`; None where it is whole. UserError if it holds something else."""
     asked = {
         "data": source.fingerprint,
         "folder": str(source.folder(0)),
         "media": media,
+        "form": form,
         "shards": shards,
         "size_mb": None if shards else size_mb,
     }
@@ -357,7 +365,7 @@ def plan_shards(
         raise UserError(f"{out} holds something else than shards; choose another folder")
     folder = work_folder(out, {**asked, "files": stamp_source(source)})
     measuring = Measuring(source, media, folder / SIZES)
-    return Sharding(measuring, Writing(measuring, shards, size_mb, folder, out), asked, out)
+    return Sharding(measuring, Writing(measuring, shards, size_mb, folder, out, form), asked, out)
 
 
 def shard(
@@ -369,6 +377,10 @@ def shard(
         Literal["embed", "relative"],
         typer.Option(help="Media inside the shards, or paths relative to the folder."),
     ] = "embed",
+    form: Annotated[
+        Literal["parquet", "arrow"],
+        typer.Option("--format", help="Parquet is smaller; in Arrow any row is read by itself."),
+    ] = "parquet",
     data_folder: Annotated[
         Path | None, typer.Option(help="Folder of relative media paths; default: the data file's.")
     ] = None,
@@ -380,7 +392,7 @@ def shard(
     mem_gb: MemoryOption = 4,
     sbatch: SbatchOption = None,
 ) -> None:
-    """Rewrite a data set as Parquet shards of about equal size, in the same order.
+    """Rewrite a data set as Parquet or Arrow shards of about equal size, in the same order.
 
     A call that was cut off is repeated and goes on with the missing shards; a folder that is whole is left
     alone. Rows that training could not use end the call. URLs stay URLs, folders of frames stay folders.
@@ -391,7 +403,7 @@ def shard(
 
         data-prep shard data/mine --out data/mine-shards --size-mb 1024 --workers 8
 
-        data-prep shard data/mine --out data/mine-shards --media relative
+        data-prep shard data/mine --out data/mine-shards --media relative --format arrow
 
         data-prep shard data/mine --out data/mine-shards --executor slurm --tasks 100 --partition cpu
     """
@@ -399,7 +411,7 @@ def shard(
     source = open_data(data, data_folder)
     out = out.resolve()
     with alone(out):
-        work = plan_shards(source, out, shards, size_mb, media)
+        work = plan_shards(source, out, shards, size_mb, media, form)
         if work is None:
             present(out)
         else:

@@ -40,19 +40,21 @@ def contents(row: Row) -> dict[str, Any]:
     return out
 
 
-@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+@pytest.mark.parametrize(("form", "to"), [("jsonl", "parquet"), ("parquet", "parquet"), ("jsonl", "arrow")])
 @pytest.mark.parametrize("media", ["embed", "relative"])
-def test_the_shards_hold_the_same_rows_in_order(sample: Path, tmp_path: Path, form: str, media: str) -> None:
+def test_the_shards_hold_the_same_rows_in_order(
+    sample: Path, tmp_path: Path, form: str, to: str, media: str
+) -> None:
     data = sample / f"heldout.{form}"
-    result = run(data, tmp_path / "out", "--shards", 3, "--media", media)
+    result = run(data, tmp_path / "out", "--shards", 3, "--media", media, "--format", to)
     assert result.exit_code == 0, result.output
     rows = list(read(tmp_path / "out"))
     assert [contents(row) for row in rows] == [contents(row) for row in read(data)]
     inside = [part.bytes is not None for row in rows for part in row.media()]
     assert inside
     assert set(inside) == {media == "embed"}
-    files = sorted(path.name for path in (tmp_path / "out").glob("*.parquet"))
-    assert files == [f"part-0000{n}-of-00003.parquet" for n in range(3)]
+    files = sorted(path.name for path in (tmp_path / "out").glob("part-*"))
+    assert files == [f"part-0000{n}-of-00003.{to}" for n in range(3)]
 
 
 def test_everything_that_a_row_may_hold_survives(tmp_path: Path) -> None:
