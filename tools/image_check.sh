@@ -2,7 +2,7 @@
 # Build the whole Dockerfile on a stand-in base and run what is in it, on a machine without a container engine.
 # Usage: make image-check     Needs root, podman, debootstrap, 30 GB of disk and a network; half an hour on two cores.
 # Environment: BASE_IMAGE (default: Debian bookworm, made by debootstrap), KERNEL=1 (also compile one kernel file of
-#   flash-attn), STEPS (how many README's training runs take; default: the whole smoke preset), DEBIAN_MIRROR, BUILD_OPTIONS (for podman build), KEEP=1 (leave the image).
+#   flash-attn), STEPS (how many training runs take; default: the whole smoke preset), DEBIAN_MIRROR, BUILD_OPTIONS (for podman build), KEEP=1 (leave the image).
 # Looks at the committed state. The outcome goes to docs/image.md if all of it passed.
 set -euo pipefail
 repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -60,16 +60,19 @@ smoke() { # the image alone: nothing mounted but empty volumes, a user without a
     chown -R 4321:4321 "$work/volumes"
     docker run --rm --read-only --tmpfs /tmp:exec --user 4321:4321 --env PRESET=smoke --env NGPU=1 \
         --volume "$work/volumes/data:/app/data" --volume "$work/volumes/runs:/app/runs" \
-        --volume "$work/volumes/cache:/cache" lmms-engine:local recipes/qwen3_vl/launch.sh trainer_args.max_steps=20
+        --volume "$work/volumes/cache:/cache" lmms-engine:local recipes/qwen3_vl/launch.sh ${STEPS:+"trainer_args.max_steps=$STEPS"}
 }
-again() { smoke | grep -q 'finished at step'; }
+again() { smoke && grep -q 'finished at step.*nothing to do' "$work/out"; }
 read_only() { # not even by root
     docker run --rm --read-only --tmpfs /tmp --user 0:0 lmms-engine:local \
-        bash -c 'for place in /app /opt/venv /etc /usr; do if touch "$place/new"; then exit 1; fi; done; touch /app/runs/new /app/data/new /cache/new'
+        bash -c 'for place in /app /opt/venv /etc /usr; do if touch "$place/new"; then exit 1; fi; done; touch /tmp/new /cache/new'
 }
 bare() { docker run --rm --read-only --tmpfs /tmp:exec --user 4321:4321 lmms-engine:local "$@"; }
 imports() { bare python -c 'import deepspeed, fla, liger_kernel, torch, wandb'; }
-doctor() { bare lmms-engine doctor; }
+doctor() { # where the first run was
+    docker run --rm --read-only --tmpfs /tmp:exec --user 4321:4321 --volume "$work/volumes/data:/app/data" \
+        --volume "$work/volumes/runs:/app/runs" --volume "$work/volumes/cache:/cache" lmms-engine:local lmms-engine doctor
+}
 test_stage() {
     docker build --build-arg "BASE_IMAGE=$base" --target test --tag lmms-engine:test . &&
         docker run --rm --read-only --tmpfs /tmp lmms-engine:test python -m pytest -q -p no:cacheprovider tests/test_config.py
@@ -84,7 +87,7 @@ kernel() { # in the built root: its compiler and its torch, with this machine's 
 }
 
 serves() { # $1: a command that answers on a port until it is stopped
-    timeout 60 bash -c "$1" && return 1
+    timeout 30 bash -c "$1" && return 1
     [[ $? == 124 ]] && grep -q 'http://' "$work/out"
 }
 container_commands() { # the fenced lines of README's section
@@ -112,7 +115,7 @@ main() {
     podman untag "$(cd "$work/clone" && tools/image.sh tag)" 2>/dev/null || true
     check "\`make build\`: every stage of the Dockerfile, hashes checked" make build
     if podman image exists lmms-engine:local; then
-        check "the image's own engine: 20 steps of qwen3_vl's smoke preset, uid 4321, read-only, no network" smoke
+        check "the image's own engine: qwen3_vl's smoke preset$note, uid 4321, read-only, no network" smoke
         check "the same again: finished already" again
         check "nothing outside the volumes can be written" read_only
         check "deepspeed, flash-linear-attention, Liger and wandb import" imports
