@@ -107,7 +107,7 @@ def test_debug_shows_the_traceback(config):
 
 def test_only_verbs_that_exist_are_listed():
     shown = CliRunner().invoke(app, ["--help"]).output
-    for verb in ("inspect", "export", "report", "verify"):
+    for verb in ("inspect", "export", "report", "verify", "doctor", "reproduce"):
         assert verb in shown
-    for verb in ("plan", "bench", "doctor"):
+    for verb in ("plan", "bench"):
         assert verb not in shown
