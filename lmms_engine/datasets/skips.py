@@ -45,7 +45,7 @@ def address(ref: RowRef, place: str) -> str:
 
 def check_budget(bad: int, seen: int, max_fraction: float, last: SkipRecord | None) -> None:
     """Raises UserError once more than `max_fraction` of the rows seen were bad. Overlong rows are not bad."""
-    if seen < MIN_ROWS_FOR_BUDGET or bad <= max_fraction * seen:
+    if seen < MIN_ROWS_FOR_BUDGET or bad / seen <= max_fraction:   # 29 of 100 are 0.29; 0.29 * 100 is less
         return
     example = (
         f"; the last: source '{last.source}', shard {last.shard}, row {last.row}: {last.reason}"

@@ -174,6 +174,7 @@ class ShardStream:
         """Starts over with the rows of the next epoch."""
         position = self._position
         position.epoch, position.taken, position.packs, position.ended = position.epoch + 1, 0, 0, False
+        self._packer.restore([])   # after a resume it would go on counting the packs of the old epoch
         self._rows = None
 
     def next_turn(self) -> Turn:

@@ -6,6 +6,7 @@ import gc
 import json
 import operator
 import os
+import random
 import signal
 import time
 from dataclasses import replace
@@ -26,6 +27,7 @@ from lmms_engine.datasets.collate import TOKEN_DIMS
 from lmms_engine.datasets.loader import Loader, merge_states
 from lmms_engine.datasets.sample import Sample
 from lmms_engine.datasets.schema import Row
+from lmms_engine.datasets.skips import check_budget
 from lmms_engine.errors import BadRow, UserError
 from lmms_engine.segments import RowRef
 from tests.datasets.toy_data import (
@@ -213,6 +215,28 @@ def test_balanced_packs_resume_and_do_not_depend_on_workers(tmp_path: Path, work
         make_loader(make_job(path, **keys)).load_state_dict(state)
 
 
+def test_dear_packs_keep_their_turns_after_a_resume_at_the_end_of_an_epoch(tmp_path: Path) -> None:
+    lengths = random.Random(3).choices([8, 10, 60], k=300)
+    path = write_jsonl(tmp_path / "a.jsonl", [text_row(f"r{i}", n) for i, n in enumerate(lengths)])
+    kwargs = {"open_bins": 64, "cost_budget": 0.5, "attention_length": 16.0}
+    keys = {"packing_strategy": "balanced", "packing_kwargs": kwargs, "num_logical_shards": 3}
+    whole = make_loader(make_job(path, **keys))
+    state: dict[str, Any] = {}
+    while whole.next_step():
+        now = save([whole])
+        if {shard["ended"] for shard in now["shards"].values()} == {False, True}:
+            state = now   # one shard is through, others are not
+    assert state
+    resumed = make_loader(make_job(path, **keys))
+    resumed.load_state_dict(state)
+    steps_of_epoch(resumed)
+    for each in (whole, resumed):
+        each.next_epoch()
+    assert [ids_of([step]) for step in steps_of_epoch(resumed)] == [
+        ids_of([step]) for step in steps_of_epoch(whole)
+    ]
+
+
 def test_a_pack_has_no_more_media_than_the_budget(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(b"picture")
 
@@ -347,6 +371,13 @@ def test_a_row_that_cannot_be_parsed_is_named_by_its_id(tmp_path: Path) -> None:
     assert sorted(ids_of(steps_of_epoch(loader))) == ["r0", "r1", "r3"]
     (record,) = loader.take_skipped()
     assert (record.id, record.row, record.kind) == ("r2", 2, "unknown_key")
+
+
+def test_as_many_bad_rows_as_the_budget_says_are_no_error() -> None:
+    for bad in range(100):
+        check_budget(bad, 100, bad / 100, None)
+        with pytest.raises(UserError, match=f"{bad + 1} of 100 rows"):
+            check_budget(bad + 1, 100, bad / 100, None)
 
 
 def test_too_many_bad_rows_stop_even_with_skip(tmp_path: Path) -> None:

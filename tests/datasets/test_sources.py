@@ -19,7 +19,7 @@ import pytest
 from lmms_engine.config import DatasetEntry
 from lmms_engine.datasets import indexing
 from lmms_engine.datasets.schema import parse_row
-from lmms_engine.datasets.sources import Source, drop_nulls, open_source
+from lmms_engine.datasets.sources import Source, drop_nulls, open_source, source_names
 from lmms_engine.errors import BadRow, UserError
 from tests.datasets.toy_data import make_job, make_loader, steps_of_epoch, text_row, write_jsonl
 
@@ -156,6 +156,16 @@ def _tables(folder: Path, rows: list[dict[str, Any]]) -> dict[str, Path]:
     return {name: folder / name for name in ("rows.parquet", "file.arrow", "saved")}
 
 
+def test_each_arrow_batch_is_read_with_the_dictionary_before_it(tmp_path: Path) -> None:
+    parts = [["cat", "cat"], ["dog", "fish"], ["cow", "cow"]]   # each has another dictionary
+    batches = [pa.record_batch([pa.array(part).dictionary_encode()], names=["k"]) for part in parts]
+    with pa.ipc.new_stream(str(tmp_path / "a.arrow"), batches[0].schema) as writer:
+        for batch in batches:
+            writer.write_batch(batch)
+    rows = every_row(open_source(entry(tmp_path / "a.arrow")))
+    assert [row["k"] for row in rows] == ["cat", "cat", "dog", "fish", "cow", "cow"]
+
+
 def test_nulls_that_tables_add_are_dropped_and_others_kept() -> None:
     assert drop_nulls({"a": None, "b": {"c": None}, "d": {}, "e": [None, {"f": None, "g": 1}]}) == {
         "d": {},
@@ -179,6 +189,13 @@ def test_shards_from_a_folder_or_a_glob_in_sorted_order(tmp_path: Path) -> None:
         "a1",
         "b0",
     ]
+
+
+def test_no_two_sources_have_one_name(tmp_path: Path) -> None:
+    paths = [str(write_jsonl(tmp_path / name, ROWS)) for name in ("a", "a#2", "b#1")]
+    given = [paths[i] for i in (0, 0, 1, 2, 2)]
+    names = source_names(make_job([{"path": path} for path in given]).dataset, "train")
+    assert names == [paths[0], f"{paths[0]}#2", f"{paths[1]}#2", paths[2], f"{paths[2]}#2"]
 
 
 def test_media_folder_is_relative_to_the_dataset_file(tmp_path: Path) -> None:

@@ -132,9 +132,10 @@ def source_names(dataset: DatasetSection, split: str) -> list[str]:
         return [dataset.dataset_type]
     names: list[str] = []
     for entry in dataset.datasets if split == "train" else dataset.eval_datasets:
-        name = display_name(entry.path)
-        twins = sum(other.split("#")[0] == name for other in names)
-        names.append(f"{name}#{twins + 1}" if twins else name)
+        name, twins = display_name(entry.path), 1
+        while (f"{name}#{twins}" if twins > 1 else name) in names:
+            twins += 1
+        names.append(f"{name}#{twins}" if twins > 1 else name)
     return names
 
 

@@ -38,11 +38,13 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class Batches:
-    """Schema and batches of a file. before: (offset, size) of the schema and of all dictionaries."""
+    """Schema and batches of a file. before: (offset, size) of the schema and of all dictionaries. replaced: a
+    later dictionary may take the place of an earlier one, as in the stream format."""
 
     schema: pa.Schema
     before: tuple[tuple[int, int], ...]
     batches: tuple[Batch, ...]
+    replaced: bool
 
     def read(self, stream: Any, number: int) -> pa.RecordBatch:
         """A batch, decoded; `stream` is a NativeFile. Raises what the library does if it is damaged."""
@@ -53,7 +55,8 @@ class Batches:
             message = pa.ipc.read_message(_cut(stream, at.offset, at.size))
             return pa.ipc.read_record_batch(message, self.schema)
         # Dictionaries can only be given to the library as part of a stream.
-        parts = [_cut(stream, *place) for place in (*self.before, (at.offset, at.size))]
+        before = [place for place in self.before if place[0] < at.offset or not self.replaced]
+        parts = [_cut(stream, *place) for place in (*before, (at.offset, at.size))]
         with pa.ipc.open_stream(pa.py_buffer(b"".join(parts))) as reader:
             return reader.read_next_batch()
 
@@ -68,7 +71,8 @@ def batches_of(file: File) -> Batches:
     import pyarrow as pa
 
     with file.open() as stream:
-        at = 8 if stream.read(len(MAGIC)) == MAGIC else 0
+        replaced = stream.read(len(MAGIC)) != MAGIC
+        at = 0 if replaced else 8
         try:
             kind, size, _ = _message(stream, at, file.size)
             if kind != SCHEMA:
@@ -96,7 +100,7 @@ def batches_of(file: File) -> Batches:
             else:
                 batches.append(Batch(at, size, rows))
             at += size
-    return Batches(schema, tuple(before), tuple(batches))
+    return Batches(schema, tuple(before), tuple(batches), replaced)
 
 
 def _message(stream: BinaryIO, at: int, file_size: int) -> tuple[int, int, int]:
