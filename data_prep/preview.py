@@ -199,7 +199,7 @@ def _decoded(ids: list[int], tokenizer: PreTrainedTokenizerFast) -> Iterator[str
 
 
 def preview(
-    data: Annotated[Path, typer.Argument(help="File, folder or glob: JSONL, JSON, Parquet or Arrow.")],
+    data: Annotated[Path, typer.Argument(help="File, folder or glob: JSONL, JSON, CSV, Parquet or Arrow.")],
     out: Annotated[Path, typer.Option(help="The HTML file to write.")] = Path("preview.html"),
     rows: Annotated[int, typer.Option(min=1, help="How many rows to show.")] = 20,
     start: Annotated[int, typer.Option(min=0, help="The first row to show, counted from 0.")] = 0,

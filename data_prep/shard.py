@@ -369,7 +369,7 @@ def plan_shards(
 
 
 def shard(
-    data: Annotated[Path, typer.Argument(help="File, folder or glob: JSONL, JSON, Parquet or Arrow.")],
+    data: Annotated[Path, typer.Argument(help="File, folder or glob: JSONL, JSON, CSV, Parquet or Arrow.")],
     out: Annotated[Path, typer.Option(help="Folder to write; it appears only when it is whole.")],
     shards: Annotated[int | None, typer.Option(min=1, help="How many; default: by --size-mb.")] = None,
     size_mb: Annotated[float, typer.Option(min=0.001, help="About how large a shard is.")] = DEFAULT_SIZE_MB,

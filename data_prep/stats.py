@@ -246,7 +246,7 @@ def _png(
 
 
 def stats(
-    data: Annotated[Path, typer.Argument(help="File, folder or glob: JSONL, JSON, Parquet or Arrow.")],
+    data: Annotated[Path, typer.Argument(help="File, folder or glob: JSONL, JSON, CSV, Parquet or Arrow.")],
     out: Annotated[Path | None, typer.Option(help="Folder for PNG figures and stats.json.")] = None,
     data_folder: Annotated[
         Path | None, typer.Option(help="Folder of relative media paths; default: the data file's.")

@@ -272,7 +272,7 @@ def print_report(report: Report) -> None:
 
 
 def validate(
-    data: Annotated[Path, typer.Argument(help="File, folder or glob: JSONL, JSON, Parquet or Arrow.")],
+    data: Annotated[Path, typer.Argument(help="File, folder or glob: JSONL, JSON, CSV, Parquet or Arrow.")],
     data_folder: Annotated[
         Path | None, typer.Option(help="Folder of relative media paths; default: the data file's.")
     ] = None,

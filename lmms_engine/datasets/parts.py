@@ -126,7 +126,8 @@ def _source_of(kind: Kind, value: dict[str, Any], where: str) -> Any:
     """The source in an object: {"url"}, a table's {"bytes", "path"}, `input_audio`'s {"data", "format"}."""
     check_keys(value, ("url", "path", "bytes", "detail", "data", "format"), where)
     if value.get("detail", "auto") != "auto":
-        raise BadRow("unknown_key", f"`{where}.detail` is {value['detail']!r} (legal: 'auto')")
+        raise BadRow("unknown_key", f"`{where}.detail` is {value['detail']!r} (legal: 'auto'): remove it; "
+                     "`processor_config.extra_kwargs.image_max_pixels` says how large pictures are shown")
     if value.get("bytes"):
         return value["bytes"]
     if "data" in value:
