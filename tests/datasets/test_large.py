@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import random
 import tempfile
@@ -143,6 +144,28 @@ def test_odd_lines_are_kept_and_bad_ones_named_by_their_byte(tmp_path: Path) -> 
     assert f"line at byte {skipped.row} (the last one: the file may be cut off)" in skipped.reason
     with pytest.raises(UserError, match=rf"row {skipped.row} .*line at byte {skipped.row}"):
         steps_of_epoch(make_loader(make_job(path), stand_in=False))
+
+
+@pytest.mark.parametrize("most", [0, 1 << 20])
+def test_a_file_cut_while_it_is_read_is_no_end_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    monkeypatch.setattr(text, "NUMBERED_BYTES", most)
+    path = lines_file(tmp_path)
+    source = open_source(DatasetEntry(path=str(path)), by_line=False)
+    assert source.slotted == (most == 0)
+    total = path.stat().st_size
+    whole = [at for at, _ in source.rows(0)]
+    os.truncate(path, total // 2)
+    for each in (source, pickle.loads(pickle.dumps(source))):
+        rows = list(each.rows(0))
+        assert [at for at, _ in rows[:-1]] == whole[: len(rows) - 1]
+        assert "rows.jsonl, line" in str(rows[-1][1])
+        assert "shorter since the run began and ends before this row" in str(rows[-1][1])
+    if source.slotted:
+        for slot in range(total // 2 // source.slot_bytes + 2, source.num_rows):
+            ((number, ((at, raw),)),) = source.slots(0, slot, slot + 1)
+            assert (number, at, type(raw)) == (slot, slot * source.slot_bytes, BadRow)
 
 
 @pytest.mark.usefixtures("large")

@@ -191,6 +191,17 @@ def test_shards_from_a_folder_or_a_glob_in_sorted_order(tmp_path: Path) -> None:
     ]
 
 
+def test_a_folder_holds_what_is_linked_in_it_once_and_nothing_hidden(tmp_path: Path) -> None:
+    for name in ("in/a.jsonl", "in/B.JSONL", "in/.copies/c.jsonl", "in/.d.jsonl", "elsewhere/e.jsonl"):
+        write_jsonl(tmp_path / name, [text_row(name)])
+    (tmp_path / "in" / "link").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "in" / "f.jsonl").symlink_to(tmp_path / "elsewhere" / "e.jsonl")
+    (tmp_path / "elsewhere" / "back").symlink_to(tmp_path / "in")
+    source = open_source(entry(tmp_path / "in"))
+    names = [file.where.removeprefix(f"{tmp_path}/in/") for file in source.files]
+    assert names == ["B.JSONL", "a.jsonl", "f.jsonl", "link/e.jsonl"]
+
+
 def test_no_two_sources_have_one_name(tmp_path: Path) -> None:
     paths = [str(write_jsonl(tmp_path / name, ROWS)) for name in ("a", "a#2", "b#1")]
     given = [paths[i] for i in (0, 0, 1, 2, 2)]

@@ -6,7 +6,7 @@ import glob
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Protocol
@@ -130,10 +130,21 @@ def _folder_files(folder: Path, kind: str) -> list[str]:
             f"dataset '{folder}' holds several splits; name one: {', '.join(f'{folder}/{n}' for n in names)}"
         )
     wanted = suffixes_of(kind)
-    files = sorted(str(file) for file in folder.rglob("*") if file.is_file() and file.suffix in wanted)
+    files = sorted(file for file in _below(folder) if Path(file).suffix.lower() in wanted)
     if not files:
         raise UserError(f"dataset '{folder}': no file ending in {', '.join(wanted)} in this folder")
     return files
+
+
+def _below(folder: Path) -> Iterator[str]:
+    """The files of a folder and of those in it, links followed; nothing hidden, as an editor's copies are."""
+    seen = set()
+    for here, folders, names in os.walk(folder, followlinks=True):
+        real = os.path.realpath(here)
+        folders[:] = sorted(name for name in folders if not name.startswith(".") and real not in seen)
+        if real not in seen:
+            yield from (os.path.join(here, n) for n in names if not n.startswith("."))
+        seen.add(real)
 
 
 def suffixes_of(kind: str) -> list[str]:

@@ -109,7 +109,10 @@ def _listed(path: str, kind: str) -> list[str]:
             return [path]
         wanted = tuple(suffixes_of(kind))
         there = patiently(path, lambda: files.find(root, **({"maxdepth": 1} if web else {})))
-        found = [name for name in there if name.lower().endswith(wanted)]
+        found = [
+            name for name in there
+            if name.lower().endswith(wanted) and "/." not in name.removeprefix(root.rstrip("/"))
+        ]
         if not found:
             raise UserError(f"dataset '{shown(path)}': no file ending in {', '.join(wanted)} in this folder")
     return sorted(files.unstrip_protocol(name) for name in found)

@@ -39,11 +39,18 @@ class TextSource(FileSource):
         if not 0 <= row < self._counts[shard]:
             raise IndexError(f"{self.files[shard]} has {self._counts[shard]} rows, asked for {row}")
         data = self._indices[shard].read(self._opened(shard), row)
+        if not data:
+            return _shortened(self.place(shard, row))
         return None if not data.strip() else self._decode(data, shard, row)
 
     def _decode(self, data: bytes, shard: int, row: int) -> Raw:
         place = self.place(shard, row)
         return _json_row(data, place, row == 0, row == self._counts[shard] - 1)
+
+
+def _shortened(place: str) -> BadRow:
+    message = "the file has become shorter since the run began and ends before this row"
+    return BadRow("json", f"{place}: {message}")
 
 
 def _json_row(data: bytes, place: str, first: bool, last: bool) -> Raw:
@@ -72,7 +79,8 @@ class SlottedLines(FileSource):
 
     def __init__(self, files: Sequence[File]) -> None:
         self.slot_bytes = _slot_bytes(files)
-        counts = [-(-file.size // self.slot_bytes) for file in files]
+        self._sizes = [file.size for file in files]
+        counts = [-(-size // self.slot_bytes) for size in self._sizes]
         super().__init__(files, counts, row_bytes=4 * self.slot_bytes)
 
     def place(self, shard: int, row: int) -> str:
@@ -92,7 +100,7 @@ class SlottedLines(FileSource):
     def slots(self, shard: int, first: int, stop: int) -> Iterator[tuple[int, list[tuple[int, Raw | None]]]]:
         """(slot, its rows with their addresses), for the slots first to stop - 1, in one pass."""
         stream, size = self._opened(shard), self.slot_bytes
-        begin, end = first * size, stop * size
+        begin, end = first * size, min(stop * size, self._sizes[shard])
         at = 0
         if begin:
             # The line that reaches into the first slot belongs to an earlier one, unless it ends just before.
@@ -106,6 +114,12 @@ class SlottedLines(FileSource):
                 slot, rows = slot + 1, []
             rows.append((at, self._decode(line, shard, at)))
             at += len(line)
+        if at < end:
+            at = max(at, begin)
+            while slot < at // size:
+                yield slot, rows
+                slot, rows = slot + 1, []
+            rows.append((at, _shortened(self.place(shard, at))))
         for last in range(slot, stop):
             yield last, rows
             rows = []
@@ -113,7 +127,7 @@ class SlottedLines(FileSource):
     def _decode(self, line: bytes, shard: int, row: int) -> Raw | None:
         if not line.strip():
             return None
-        last = row + len(line) >= self.files[shard].size
+        last = row + len(line) >= self._sizes[shard]
         return _json_row(line, self.place(shard, row), row == 0, last)
 
 
