@@ -254,6 +254,7 @@ class EncodedSource:
     random_access = True
     streamed = False
     slotted = False
+    rows_each = 1.0
 
     def __init__(self, entry: DatasetEntry, name: str) -> None:
         self.path = Path(entry.path)

@@ -34,7 +34,8 @@ CHUNK_ROWS = 256
 CHUNKS_PER_SHARD = 8  # small data are cut finer, so that every shard gets about this many chunks
 RUN_BYTES = 16 * 1024 * 1024  # of neighbouring rows that are dealt one after the other: read or fetched once
 MAX_SLICES = 1 << 18  # of a pool: what is permuted stays small however many rows there are
-DRAWS_PER_BLOCK = 16  # per logical shard
+DRAWS_PER_BLOCK = 16  # per logical shard, at most
+BLOCKS = 32  # at least, where there are as many draws: the shares are right at the end of each
 
 
 class Address(NamedTuple):
@@ -72,8 +73,11 @@ class Order:
         total = sum(source.num_rows for source in sources)
         self.chunk, self.window = _sizes(sources, total, settings)
         self._pools = [_Pool(sources, group, settings, epoch, self.window) for group in members]
-        weights = np.array([1.0] if pooled else settings.weights)
-        self._mix = _Mix(weights / weights.sum(), settings, epoch)
+        # A weight is of rows, and a slot holds fewer or more than one.
+        pairs = zip(settings.weights, sources, strict=True)
+        weights = np.array([1.0] if pooled else [weight / source.rows_each for weight, source in pairs])
+        draws = total // (self.chunk * settings.num_logical_shards * BLOCKS)
+        self._mix = _Mix(weights / weights.sum(), settings, epoch, min(max(draws, 1), DRAWS_PER_BLOCK))
         ends = [
             self._mix.find(i, math.ceil(pool.num_rows / self.chunk) - 1) for i, pool in enumerate(self._pools)
         ]
@@ -172,11 +176,11 @@ class _Pool:
 class _Mix:
     """Which pool each draw takes its chunk from."""
 
-    def __init__(self, shares: np.ndarray, settings: OrderSettings, epoch: int) -> None:
+    def __init__(self, shares: np.ndarray, settings: OrderSettings, epoch: int, draws: int) -> None:
         self._shares = shares
         self._settings = settings
         self._epoch = epoch
-        self._size = DRAWS_PER_BLOCK * settings.num_logical_shards
+        self._size = draws * settings.num_logical_shards   # of a block
         self._before = [np.zeros(len(shares), dtype=np.int64)]  # block -> chunks of each pool drawn before it
         self._block: tuple[int, np.ndarray, np.ndarray] | None = None  # number, pool of each draw, its chunk
 

@@ -78,6 +78,19 @@ def test_every_line_lies_in_the_slot_of_its_first_byte(
 
 
 @pytest.mark.usefixtures("large")
+def test_weights_are_of_rows_also_where_slots_are_dealt(tmp_path: Path) -> None:
+    lengths = random.Random(2).choices(range(20, 60), k=800)
+    rows = [[text_row(f"{name}{i}", n) for i, n in enumerate(lengths)] for name in "ab"]
+    write_jsonl(tmp_path / "a.jsonl", rows[0])
+    (tmp_path / "b.json").write_text(json.dumps(rows[1]))
+    entries = [{"path": str(tmp_path / name), "weight": 0.5} for name in ("a.jsonl", "b.json")]
+    for stop in ("first", "all"):
+        ids = ids_of(steps_of_epoch(make_loader(make_job(entries, mixture_stop=stop))))
+        share = sum(i.startswith("a") for i in ids) / len(ids)
+        assert abs(share - 0.5) < 0.06, (stop, share)   # by slots it would be 0.37
+
+
+@pytest.mark.usefixtures("large")
 @pytest.mark.parametrize("workers", [0, 2])
 def test_every_row_comes_once_an_epoch_in_new_orders(tmp_path: Path, workers: int) -> None:
     path = lines_file(tmp_path)

@@ -33,6 +33,7 @@ class Rows:
     """Just the counts that an order needs."""
 
     row_bytes = 1
+    rows_each = 1.0
 
     def __init__(self, *counts: int) -> None:
         self.counts = counts
@@ -161,6 +162,14 @@ def test_mixtures_keep_their_shares_and_stop_rule(
     assert any(whole) if stop == "first" else all(whole)
     if stop == "first":
         assert all(totals[i] <= size for i, size in enumerate(sizes))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_sources_of_one_size_and_weight_run_out_together(seed: int) -> None:
+    keys = {"weights": (0.5, 0.5), "mixture_stop": "first", "seed": seed}
+    shares = Counter(row.source for row in drawn(make([Rows(2000), Rows(2000)], 4, **keys), 4))
+    assert max(shares.values()) == 2000
+    assert min(shares.values()) >= 1700   # two chunks of 125 rows less at the most
 
 
 def test_first_with_equal_weights_still_ends_with_the_first_source() -> None:

@@ -33,6 +33,7 @@ class Source(Protocol):
     streamed: bool  # True: has no addresses to jump to, is read from its start
     slotted: bool
     row_bytes: int  # rough size of a row (of a slot) in memory
+    rows_each: float  # rows of a slot, roughly; 1.0 where rows themselves are counted
     weight: float  # how often it is drawn, relative to the others
     fingerprint: str  # equal for equal content
 
@@ -70,6 +71,7 @@ class FileSource:
 
     streamed = False
     slotted = False
+    rows_each = 1.0
     random_access = True
     unit = "row"
 

@@ -23,6 +23,7 @@ class CustomSource:
     num_shards = 1
     slotted = False
     row_bytes = 4096
+    rows_each = 1.0
     weight = 1.0
 
     def __init__(self, dataset_type: str, config: DatasetSection) -> None:

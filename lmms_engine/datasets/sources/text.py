@@ -78,7 +78,9 @@ class SlottedLines(FileSource):
     random_access = False
 
     def __init__(self, files: Sequence[File]) -> None:
-        self.slot_bytes = _slot_bytes(files)
+        line_bytes = _line_bytes(files)
+        self.slot_bytes = max(int(line_bytes / 2), MIN_SLOT_BYTES)
+        self.rows_each = self.slot_bytes / line_bytes
         self._sizes = [file.size for file in files]
         counts = [-(-size // self.slot_bytes) for size in self._sizes]
         super().__init__(files, counts, row_bytes=4 * self.slot_bytes)
@@ -131,13 +133,14 @@ class SlottedLines(FileSource):
         return _json_row(line, self.place(shard, row), row == 0, last)
 
 
-def _slot_bytes(files: Sequence[File]) -> int:
+def _line_bytes(files: Sequence[File]) -> float:
+    """What a line takes on average, by what the files begin with."""
     size = lines = 0
     for file in files[:: -(-len(files) // SAMPLE_FILES)]:
         with file.open() as stream:
             data = stream.read(SAMPLE_BYTES)
         size, lines = size + len(data), lines + data.count(b"\n")
-    return max(size // (2 * lines) if lines else size, MIN_SLOT_BYTES)
+    return max(size / lines if lines else 2 * size, 1)
 
 
 class CsvSource(TextSource):
