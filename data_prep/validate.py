@@ -36,7 +36,7 @@ from data_prep.rows import Chunk, open_data, parts_of, placed, rows_of
 from data_prep.write import portable, whole_text
 from lmms_engine.datasets.schema import MediaPart, Message, Row, parse_row
 from lmms_engine.datasets.sources import Raw, Source
-from lmms_engine.errors import BadRow, UserError
+from lmms_engine.errors import BadRow, UserError, printable
 
 SHOWN = 3   # addresses a kind in the table
 
@@ -73,6 +73,7 @@ class Checker:
         for number, raw in rows_of(self.source, chunk):
             rows += 1
             name = raw.get("id") if isinstance(raw, dict) else None
+            name = None if name is None else printable(str(name))
             place = self.source.place(chunk.shard, number)
             try:
                 found = self.check(raw, self.source.folder(chunk.shard))
@@ -81,7 +82,7 @@ class Checker:
             except Exception as error:   # a fault in a processor: say at which row
                 raise UserError(f"{place}: {type(error).__name__}: {error}") from error
             faults += [
-                Fault(bad.kind, str(bad), chunk.shard, number, place, None if name is None else str(name))
+                Fault(bad.kind, str(bad), chunk.shard, number, printable(place), name)
                 for bad in found
             ]
         return Result(rows, faults)

@@ -20,11 +20,16 @@ class BadRow(ValueError):
     """
 
     def __init__(self, kind: str, message: str) -> None:
-        super().__init__(message)
+        super().__init__(printable(message))
         self.kind = kind
 
     def __reduce__(self) -> tuple[type[BadRow], tuple[str, str]]:
         return BadRow, (self.kind, str(self))   # survives the trip from a worker process
+
+
+def printable(text: str) -> str:
+    """Half surrogate pairs, which rows and file names may hold and no file can, written as `\\udXXX`."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 class Terminated(SystemExit):

@@ -19,7 +19,7 @@ from lmms_engine.datasets.sample import Sample
 from lmms_engine.datasets.schema import parse_row
 from lmms_engine.datasets.skips import TRUNCATED, SkipRecord, address, skip_or_stop
 from lmms_engine.datasets.sources import Raw, Source
-from lmms_engine.errors import BadRow, UserError
+from lmms_engine.errors import BadRow, UserError, printable
 from lmms_engine.segments import RowRef
 
 if TYPE_CHECKING:
@@ -295,7 +295,7 @@ class ShardStream:
             if isinstance(raw, BadRow):
                 raise raw
             if isinstance(raw, dict) and isinstance(raw.get("id"), str):
-                ref = ref._replace(id=raw["id"])   # so that a row which cannot be parsed has its name too
+                ref = ref._replace(id=printable(raw["id"]))  # what cannot be parsed has its name too
             if isinstance(raw, EncodedRow):
                 sample = raw.sample(ref)
                 ref = sample.row

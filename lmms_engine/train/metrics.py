@@ -294,7 +294,8 @@ def append_lines(path: Path, rows: list[dict[str, Any]]) -> None:
     if not rows:
         return
     text = "".join(json.dumps(_finite(row), ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
-    with path.open("a", encoding="utf-8") as file:
+    # What no file can hold, in a file name for example, becomes `\\udXXX`, as JSON itself would have it.
+    with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
         file.write(text)
 
 
@@ -303,12 +304,17 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     rows = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in _lines(path):
         try:
             rows.append(json.loads(line))
         except json.JSONDecodeError:
             continue
     return rows
+
+
+def _lines(path: Path) -> list[str]:
+    """Cut at newlines and nowhere else: row ids may hold other separators."""
+    return [line for line in path.read_text(encoding="utf-8").split("\n") if line]
 
 
 def cut_back(run_dir: Path, step: int) -> int:
@@ -321,7 +327,7 @@ def cut_back(run_dir: Path, step: int) -> int:
         if path.name not in (METRICS_FILE, SKIPPED_FILE, PACKING_FILE) and not path.name.startswith("rows-"):
             continue
         kept, gone = [], []
-        for line in path.read_text(encoding="utf-8").splitlines():
+        for line in _lines(path):
             try:
                 later = json.loads(line)["step"] > step
             except (json.JSONDecodeError, KeyError):

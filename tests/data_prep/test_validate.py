@@ -110,6 +110,16 @@ def test_two_bad_media_in_a_row_are_two_faults_and_one_row(folder: Path) -> None
     assert result.stdout.endswith("1 rows, 1 with faults\n")
 
 
+def test_half_a_letter_is_named_as_json_writes_it(folder: Path) -> None:
+    path = write(folder / "half.jsonl", [chat("s\ud800"), {**chat("t"), "note\udc00": 1}, chat("u")])
+    report = folder / "faults.jsonl"
+    result = run(path, "--report", report)
+    assert result.exit_code == 1, result.output
+    first, second = map(json.loads, report.read_text(encoding="utf-8").splitlines())
+    assert (first["id"], first["kind"]) == (r"s\ud800", "text_invalid")
+    assert r"unknown key 'note\udc00'" in second["message"]
+
+
 def test_fix_writes_the_good_rows_and_again_the_same_bytes(folder: Path) -> None:
     good = [chat("a", image("good.jpg")), chat("z")]
     path = write(folder / "rows.jsonl", [good[0], *(row for _, row in faulty_rows()), good[1]])

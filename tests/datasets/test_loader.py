@@ -373,6 +373,15 @@ def test_a_row_that_cannot_be_parsed_is_named_by_its_id(tmp_path: Path) -> None:
     assert (record.id, record.row, record.kind) == ("r2", 2, "unknown_key")
 
 
+def test_half_a_letter_in_a_row_is_a_bad_row_that_can_be_written_down(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps(text_row(name)) + "\n" for name in ("s\ud800", "t")), encoding="utf-8")
+    loader = make_loader(make_job(rows, on_bad_row="skip"))
+    assert ids_of(steps_of_epoch(loader)) == ["t"]
+    (record,) = loader.take_skipped()
+    assert (record.id, record.kind) == (r"s\ud800", "text_invalid")
+
+
 def test_as_many_bad_rows_as_the_budget_says_are_no_error() -> None:
     for bad in range(100):
         check_budget(bad, 100, bad / 100, None)

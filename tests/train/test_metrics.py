@@ -172,6 +172,15 @@ def test_batch_records_leave_stand_ins_out_of_rows_and_tokens():
     ]
 
 
+def test_odd_letters_of_ids_and_file_names_are_kept(tmp_path):
+    rows = [{"step": step, "id": "a\u2028b\x85c", "source": "d\udc80"} for step in (1, 2)]
+    append_lines(tmp_path / "rows-0.jsonl", rows)
+    assert read_lines(tmp_path / "rows-0.jsonl") == rows
+    cut_back(tmp_path, 1)
+    assert read_lines(tmp_path / "rows-0.jsonl") == rows[:1]
+    assert read_lines(tmp_path / "rows-0.jsonl.discarded") == rows[1:]
+
+
 def test_cut_back_moves_later_rows_and_torn_lines(tmp_path):
     for name in ("metrics.jsonl", "rows-0.jsonl", "rows-1.jsonl", "skipped.jsonl", "other.jsonl"):
         (tmp_path / name).write_text(
