@@ -24,7 +24,7 @@ from typing import BinaryIO
 import av
 import numpy as np
 
-from lmms_engine.datasets.limits import DECODER_OPTIONS, Deadline
+from lmms_engine.datasets.limits import DECODER_OPTIONS, Deadline, reason
 from lmms_engine.datasets.media import read_media
 from lmms_engine.datasets.parts import MediaPart
 from lmms_engine.errors import BadRow
@@ -215,7 +215,7 @@ class _File:
             if isinstance(error, BadRow):
                 raise
             self._deadline.check()   # the library may have stopped for it
-            raise BadRow("media_corrupt", f"{self._name} cannot be decoded: {error}") from None
+            raise BadRow("media_corrupt", f"{self._name} cannot be decoded: {reason(error)}") from None
 
 
 def _number(frame: av.AudioFrame, stream: av.AudioStream) -> int:

@@ -35,6 +35,11 @@ MAX_ASPECT_RATIO = 200             # the resize rule of the Qwen vision processo
 _seconds: ContextVar[float] = ContextVar("media_timeout_s", default=DEFAULT_SECONDS)
 
 
+def reason(error: BaseException) -> str:
+    """What an error says, without the number that FFmpeg puts before it."""
+    return getattr(error, "strerror", None) or str(error)
+
+
 @contextmanager
 def media_time_limit(seconds: float) -> Iterator[None]:
     """Media opened inside may take so long, each."""

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlparse
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from lmms_engine.datasets.limits import Deadline, check_file, check_size
 from lmms_engine.datasets.remote import STORES, WEB, fetch
@@ -80,8 +80,9 @@ def decode_picture(source: bytes | Path, name: str, deadline: Deadline | None = 
         if isinstance(error, BadRow):
             raise
         deadline.check()   # raised while a decoder was reading, it comes out as something else
-        message = f"picture {name} cannot be decoded ({type(error).__name__}: {error})"
-        raise BadRow("media_corrupt", message) from None
+        if isinstance(error, UnidentifiedImageError):   # its text names the object that was read
+            error = ValueError("no picture format that is known")
+        raise BadRow("media_corrupt", f"picture {name} cannot be decoded: {error}") from None
 
 
 def to_rgb(image: Image.Image) -> Image.Image:

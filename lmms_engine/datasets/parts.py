@@ -205,10 +205,10 @@ def check_keys(obj: dict[str, Any], legal: tuple[str, ...], where: str) -> None:
     """Raises BadRow for the first key that is not legal."""
     for key in obj:
         if key not in legal:
-            raise BadRow(
-                "unknown_key",
-                f"unknown key '{key}' in {where} (legal: {', '.join(legal)}){nearest(str(key), list(legal))}",
-            )
+            hint = nearest(str(key), list(legal))
+            if where == "row" and not hint:
+                hint = "; `data-prep convert` reads rows of other forms, `meta` takes what only you need"
+            raise BadRow("unknown_key", f"unknown key '{key}' in {where} (legal: {', '.join(legal)}){hint}")
 
 
 def text_of(value: Any, where: str) -> str:

@@ -405,7 +405,7 @@ def _place_media(drafts: list[_Draft], given: dict[Kind, list[MediaPart]]) -> li
         if places and len(places) != len(items):
             raise BadRow(
                 "media_missing" if len(items) < len(places) else "media_unused",
-                f"{len(places)} place(s) for a {kind} (parts without a source, marks <{kind}>; the first in"
+                f"{len(places)} place(s) for {kind}s (parts without a source, marks <{kind}>; the first in"
                 f" `{places[0].where}`) but {len(items)} given in `{kind}` / `{kind}s`",
             )
         queues[kind] = iter(items if places else [])

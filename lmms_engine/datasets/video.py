@@ -30,6 +30,7 @@ from lmms_engine.datasets.limits import (
     MAX_FRAME_PIXELS,
     Deadline,
     check_size,
+    reason,
 )
 from lmms_engine.datasets.media import load_picture, read_media
 from lmms_engine.datasets.parts import MediaPart
@@ -231,7 +232,7 @@ class _File:
             if isinstance(error, av.error.ArgumentError) and not self._sized:
                 most = f"has frames of more than {MAX_FRAME_PIXELS:,} pixels, or of no size"
                 raise BadRow("media_too_large", f"clip {self._name} {most}") from None
-            raise BadRow("media_corrupt", f"clip {self._name} cannot be decoded: {error}") from None
+            raise BadRow("media_corrupt", f"clip {self._name} cannot be decoded: {reason(error)}") from None
         self._deadline.check()
         return result
 

@@ -297,7 +297,7 @@ def test_bad_rows_of_a_table_stop_or_are_counted(tmp_path: Path) -> None:
     [
         ("alpaca", '{"instruction": "a"}\n', "no output: it is looked for in any of output, response"),
         ("llava", '{"conversations": [\n', "line 1 (the last one: the file may be cut off) is not JSON"),
-        ("llava", '{"conversations": [{"from": "human", "value": "<image>"}]}\n', "1 place(s) for a image"),
+        ("llava", '{"conversations": [{"from": "human", "value": "<image>"}]}\n', "1 place(s) for images"),
         ("asr", '{"audio": "a", "text": "b", "offset": "x", "duration": 1}\n', "offset must be a number"),
         ("lava", "{}\n", "did you mean 'llava'?"),
     ],

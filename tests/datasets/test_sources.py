@@ -381,7 +381,7 @@ def test_other_damage_is_one_bad_row(tmp_path: Path) -> None:
         "json",
         "x",
     ]
-    assert "line 3 holds a list" in str(rows[2])
+    assert "line 3 holds [" in str(rows[2])
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n"])

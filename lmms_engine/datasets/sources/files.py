@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import BinaryIO, Protocol
 
 from lmms_engine.errors import UserError
+from lmms_engine.registry import nearest
 
 SUFFIXES = {".jsonl": "jsonl", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
 LEGAL = "auto, json, jsonl, csv, parquet, arrow"
@@ -108,9 +109,11 @@ def local_files(path: str, kind: str) -> tuple[list[LocalFile], Path | None]:
             return [LocalFile(file) for file in found], None
         raise UserError(f"dataset '{path}': no file matches")
     parent = Path(path).parent
-    near = sorted(item.name for item in parent.iterdir())[:20] if parent.is_dir() else []
-    there = f"{parent} holds {', '.join(near)}" if near else f"{parent} does not exist or is empty"
-    raise UserError(f"dataset '{path}' does not exist; {there}")
+    near = sorted(item.name for item in parent.iterdir() if item.name[0] != ".") if parent.is_dir() else []
+    most = ", …" if len(near) > 20 else ""
+    there = f"{parent} holds {', '.join(near[:20])}{most}" if near else f"{parent} does not exist or is empty"
+    dangling = " (it is a link to nothing)" if os.path.islink(path) else ""
+    raise UserError(f"dataset '{path}' does not exist{dangling}{nearest(Path(path).name, near)}; {there}")
 
 
 def _folder_files(folder: Path, kind: str) -> list[str]:

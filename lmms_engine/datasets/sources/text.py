@@ -64,7 +64,7 @@ def _json_row(data: bytes, place: str, first: bool, last: bool) -> Raw:
         return BadRow("json", f"{place} is nested too deeply")
     if isinstance(value, dict):
         return value
-    return BadRow("row_type", f"{place} holds a {type(value).__name__}, not an object with `messages`")
+    return BadRow("row_type", f"{place} holds {json.dumps(value)[:40]}, not an object with `messages`")
 
 
 class SlottedLines(FileSource):
