@@ -244,7 +244,7 @@ def _writer(path: Path, schema: Any, form: Form) -> Any:
 
     if form == "arrow":   # uncompressed, so that readers map it
         return pa.ipc.new_file(str(path), schema)
-    return pq.ParquetWriter(path, schema, compression="zstd")
+    return pq.ParquetWriter(path, schema, compression="zstd", write_page_checksum=True)   # readers check it
 
 
 def _groups(rows: Iterator[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
