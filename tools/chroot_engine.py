@@ -26,7 +26,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 SWITCHES = {"--rm", "--read-only", "--interactive", "--tty"}
 # Options with a value that a chroot cannot follow, or need not.
-WITHOUT_EFFECT = {"--pull", "--ipc", "--ulimit", "--gpus", "--shm-size"}
+WITHOUT_EFFECT = {"--pull", "--ipc", "--ulimit", "--gpus", "--shm-size", "--stop-timeout"}
 
 
 @dataclass

@@ -25,12 +25,20 @@ if ! can_write "${XDG_CACHE_HOME:-/cache}"; then
     export XDG_CACHE_HOME=/tmp/cache TRITON_CACHE_DIR=/tmp/cache/triton TORCHINDUCTOR_CACHE_DIR=/tmp/cache/inductor \
         TORCH_EXTENSIONS_DIR=/tmp/cache/torch_extensions MPLCONFIGDIR=/tmp/cache/matplotlib
 fi
+for name in TRITON_CACHE_DIR TORCHINDUCTOR_CACHE_DIR TORCH_EXTENSIONS_DIR MPLCONFIGDIR; do # made by an earlier user
+    folder=${!name:-}
+    if [[ -n $folder ]] && ! can_write "$folder"; then
+        say "$folder is not writable for uid $uid, so what it keeps is lost when the container ends;" \
+            "on the volume: sudo chown -R $uid ${folder##*/}"
+        export "$name=/tmp/cache/${folder##*/}"
+    fi
+done
 hub=${HF_HOME:-/cache/huggingface}
-can_write "$hub" ||
+{ can_write "$hub" && can_write "$hub/hub"; } ||
     say "$hub is read-only for uid $uid: weights in it are used, others cannot be fetched; mount a folder of uid $uid there"
 
-case "${1:-} ${2:-}" in # what writes runs
-    *launch.sh\ * | torchrun\ * | "make train" | "make prep" | "make expected" | "make verify" | "make reproduce") writes=1 ;;
+case "${1:-} ${2:-} ${3:-} " in # what writes runs; also by way of bash -c
+    *launch.sh\ * | *lmms_engine.launch.cli\ * | torchrun\ * | make\ train\ * | make\ prep\ * | make\ expected\ * | make\ verify\ * | make\ reproduce\ *) writes=1 ;;
     *) writes="" ;;
 esac
 for folder in data runs; do

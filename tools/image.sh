@@ -16,7 +16,9 @@ short_hash() { sha256sum | cut -c 1-10; }
 
 tag() { # changes with the lock and the Dockerfile alone: code is mounted, or comes last
     local flash=""
-    if [[ ${FLASH_ATTN:-0} == 1 ]]; then flash=-fa$(cat requirements-flash-attn.lock tools/flash_attn.sh | short_hash); fi
+    if [[ ${FLASH_ATTN:-0} == 1 ]]; then
+        flash=-fa$({ cat requirements-flash-attn.lock tools/flash_attn.sh && printf '%s' "${TORCH_CUDA_ARCH_LIST:-}"; } | short_hash)
+    fi
     printf 'lmms-engine:%s-%s%s\n' "$(short_hash <requirements.lock)" \
         "$({ cat Dockerfile && printf '%s' "${BASE_IMAGE:-}"; } | short_hash)" "$flash"
 }
@@ -30,7 +32,10 @@ commit() {
 require_engine() {
     local decided
     decided=$(tools/runtime.sh docker 2>/dev/null)
-    [[ $decided == docker ]] || fail "${decided#RUNTIME=docker: }"
+    [[ $decided == docker ]] || {
+        decided=${decided#RUNTIME=docker: }
+        fail "${decided%; or use RUNTIME=host}" # which has no image
+    }
 }
 
 require_space() {
@@ -69,6 +74,11 @@ explain() { # $1: what a failed build said
     elif grep -qiE 'no such host|network is unreachable|could not resolve|temporary failure|name or service not known|i/o timeout|connection refused|dns error' "$1"; then
         said="no network: the first build fetches the base and the packages. Build where there is one, then carry it over: make build PUSH=<registry>/<name>, or $engine save $(tag) and $engine load"
     fi
+    if grep -qi 'buildx' "$1"; then
+        said="docker's builder is missing: install the package docker-buildx-plugin (Debian, Ubuntu: docker-buildx)"
+    elif grep -qi 'unqualified-search' "$1"; then
+        said="$engine knows no registry for names without one: set unqualified-search-registries in /etc/containers/registries.conf to the one that has nvidia/cuda"
+    fi
     rm -f "$1"
     fail "the build failed: $said"
 }
@@ -87,11 +97,16 @@ run() {
     local name hub options=() extra=() variable folder
     build
     name=$(tag)
-    hub=${HF_HOME:-$HOME/.cache/huggingface}
-    mkdir -p data runs .cache/image "$hub" 2>/dev/null ||
+    hub=${HF_HOME:-${HOME:-}/.cache/huggingface}
+    for folder in data runs .cache/image .venv; do # by this user: the engine would make them for root, or could not
+        mkdir -p "$folder" 2>/dev/null ||
+            fail "$PWD/$folder cannot be made: the checkout is read-only for you, or it is a link to what is not there"
+    done
+    mkdir -p "$hub" 2>/dev/null ||
         fail "$hub cannot be made: your home is read-only? Name a folder that can be written: HF_HOME=/path make …"
     options=(--rm --pull never --read-only --tmpfs /tmp:exec --user "$(id -u):$(id -g)" --ipc host
-        --ulimit memlock=-1 --ulimit stack=67108864 --volume "$PWD:/app"
+        --stop-timeout 300 # on SIGTERM every rank saves
+        --volume "$PWD:/app"
         --tmpfs /app/.venv # an environment of the host would be taken for the image's
         --volume "$PWD/.cache/image:/cache" --volume "$hub:/cache/huggingface"
         --env "LMMS_IMAGE_DIGEST=$("$engine" image inspect --format '{{.Id}}' "$name")")
@@ -103,10 +118,14 @@ run() {
         NCCL_DEBUG NCCL_SOCKET_IFNAME GLOO_SOCKET_IFNAME; do
         if [[ -n ${!variable:-} ]]; then options+=(--env "$variable"); fi
     done
-    if nvidia-smi -L >/dev/null 2>&1; then
+    if timeout 20 nvidia-smi -L >/dev/null 2>&1; then
         if [[ $engine == *podman ]]; then options+=(--device nvidia.com/gpu=all); else options+=(--gpus all); fi
     fi
-    if [[ $engine == *podman && $(id -u) != 0 ]]; then options+=(--userns keep-id); fi
+    if [[ $engine == *podman && $(id -u) != 0 ]]; then
+        options+=(--userns keep-id) # without root limits cannot be raised: they stay those of this shell
+    else
+        options+=(--ulimit memlock=-1 --ulimit stack=67108864)
+    fi
     if ((${NNODES:-1} > 1)); then options+=(--network host); fi
     if [[ -t 0 && -t 1 ]]; then options+=(--interactive --tty); fi
     read -ra extra <<<"${RUN_OPTIONS:-}"
@@ -117,6 +136,7 @@ case ${1:-} in
     tag) tag ;;
     build)
         build
+        "$engine" tag "$(tag)" lmms-engine:local # an image of other settings may have been the last
         say "$(tag) is there, also as lmms-engine:local"
         if [[ -n ${PUSH:-} ]]; then push "$PUSH"; fi
         ;;

@@ -81,6 +81,7 @@ def test_services_run_as_the_user_with_a_root_that_cannot_be_written(services: d
     for name, service in services.items():
         assert service["user"] == "1000:1000", name
         assert service["read_only"] is True, name
+        assert service["stop_grace_period"] == "5m", name   # the engine's ten seconds save no checkpoint
         assert ".:/app" in service["volumes"], name
         assert "/app/.venv" in service["tmpfs"], name   # a host's environment must not be taken
         assert "HF_TOKEN" in service["environment"], name

@@ -86,7 +86,8 @@ def test_says_what_it_runs_and_becomes_it(start: Callable) -> None:
         (1234, "start as its owner (--user 1234; compose: RUN_UID=1234 in .env), or on the host: sudo "),
     ],
 )
-@pytest.mark.parametrize("words", [["recipes/mine/launch.sh"], ["make", "train"], ["torchrun", "-m", "x"]])
+@pytest.mark.parametrize("words", [["recipes/mine/launch.sh"], ["make", "train"], ["torchrun", "-m", "x"],
+                                   ["bash", "-c", 'exec recipes/"$RECIPE"/launch.sh "$@"', "launch", "a=1"]])
 def test_a_volume_of_another_user(
     app: Path, start: Callable, folder: str, owner: int, remedy: str, words: list[str]
 ) -> None:
@@ -119,6 +120,21 @@ def test_a_home_and_caches_that_cannot_be_written(app: Path, start: Callable) ->
     assert "compiled kernels are lost" in cache
     assert f"mount a folder of uid {USER} there" in hub
     assert "running: bash" in last
+
+
+@NEEDS_ROOT
+def test_caches_that_an_earlier_user_made(app: Path, start: Callable) -> None:
+    (app / "cache").chmod(0o1777)
+    for name in ("triton", "huggingface/hub"):
+        (app / "cache" / name).mkdir(parents=True)
+    os.chown(app / "cache/huggingface", USER, USER)
+    caches = {"TRITON_CACHE_DIR": f"{app}/cache/triton", "MPLCONFIGDIR": f"{app}/cache/matplotlib"}
+    done = start("bash", "-c", "echo $TRITON_CACHE_DIR $MPLCONFIGDIR $XDG_CACHE_HOME", **caches)
+    assert done.stdout == f"/tmp/cache/triton {app}/cache/matplotlib {app}/cache\n"
+    triton, hub, _ = done.stderr.strip().splitlines()
+    assert f"{app}/cache/triton is not writable for uid {USER}" in triton
+    assert f"sudo chown -R {USER} triton" in triton
+    assert f"mount a folder of uid {USER} there" in hub
 
 
 @NEEDS_MOUNTS

@@ -65,6 +65,8 @@ def test_tag_changes_with_the_lock_and_the_dockerfile_only(checkout: Path, image
     assert image("tag").stdout.strip() == before
     flash = image("tag", FLASH_ATTN="1").stdout.strip()
     assert flash.startswith(f"{before}-fa")
+    assert image("tag", FLASH_ATTN="1", TORCH_CUDA_ARCH_LIST="9.0").stdout.strip() != flash
+    assert image("tag", TORCH_CUDA_ARCH_LIST="9.0").stdout.strip() == before
     tags = {before, flash, image("tag", BASE_IMAGE="other@sha256:1").stdout.strip()}
     for name in ("requirements.lock", "Dockerfile"):
         (checkout / name).write_text((checkout / name).read_text() + "# changed\n")
@@ -92,6 +94,8 @@ def test_built_once_and_again_after_a_change(checkout: Path, image: Callable) ->
         ("error: client error: dns error: failed to lookup address", "no network: the first build fetches"),
         ("write /layer.tar: no space left on device", "the disk is full: make room, as in: docker sys"),
         ("exit code: 1", "the build failed: see above"),
+        ("BuildKit is enabled but the buildx component is missing", "install the package docker-buildx"),
+        ("no unqualified-search registries are defined", "set unqualified-search-registries in"),
     ],
 )
 def test_a_failed_build_says_what_to_do(image: Callable, fails: str, said: str) -> None:
@@ -124,7 +128,7 @@ def test_no_daemon_stops_the_build(image: Callable, command: Callable) -> None:
     stopped = image("build")
     assert stopped.returncode == 2
     assert stopped.stderr == (
-        "image: no docker daemon answers: start it, as in: sudo systemctl start docker; or use RUNTIME=host\n"
+        "image: no docker daemon answers: start it, as in: sudo systemctl start docker\n"
     )
 
 
@@ -150,6 +154,27 @@ def test_run_as_this_user_with_what_a_job_needs(checkout: Path, image: Callable,
     assert asked.endswith(f"{image('tag').stdout.strip()} make train")
     assert "secret" not in asked
     assert "--gpus" not in asked
+    assert "--stop-timeout 300" in asked
+    assert "--ulimit memlock=-1" in asked
+
+
+def test_folders_are_made_by_this_user(checkout: Path, image: Callable, tmp_path: Path) -> None:
+    assert image("run", "true", HF_HOME=str(tmp_path / "hub")).returncode == 0
+    assert all((checkout / name).is_dir() for name in ("data", "runs", ".cache/image", ".venv"))
+    (checkout / "data").rmdir()
+    (checkout / "data").symlink_to("nowhere")
+    stopped = image("run", "true", HF_HOME=str(tmp_path / "hub"))
+    assert stopped.returncode == 2
+    assert stopped.stderr.startswith(f"image: {checkout}/data cannot be made: ")
+
+
+def test_the_local_name_follows_what_was_asked_for(image: Callable) -> None:
+    flash = image("tag", FLASH_ATTN="1").stdout.strip()
+    image("build", FLASH_ATTN="1")
+    image("build")
+    image("build", FLASH_ATTN="1")   # is there already
+    assert "\nbuild " not in image.log()
+    assert f"tag {flash} lmms-engine:local\n" in image.log()
 
 
 def test_run_with_gpus_and_nodes(image: Callable, command: Callable) -> None:
@@ -158,6 +183,27 @@ def test_run_with_gpus_and_nodes(image: Callable, command: Callable) -> None:
     asked = image.log().splitlines()[-1]
     assert "--gpus all" in asked
     assert "--network host" in asked
+
+
+def test_podman_without_root_raises_no_limits(image: Callable, command: Callable, tmp_path: Path) -> None:
+    command("podman", ENGINE)
+    hub = str(tmp_path / "hub")
+    command("id", "echo 0")
+    image("run", "true", ENGINE="podman", HF_HOME=hub)
+    assert "--ulimit" in image.log().splitlines()[-1]
+    command("id", "echo 1000")
+    image("run", "true", ENGINE="podman", HF_HOME=hub)
+    asked = image.log().splitlines()[-1]
+    assert "--userns keep-id" in asked
+    assert "--ulimit" not in asked
+
+
+def test_a_driver_that_hangs_is_not_waited_for(image: Callable, command: Callable, tmp_path: Path) -> None:
+    command("nvidia-smi", "sleep 600")
+    command("timeout", 'shift; exec /usr/bin/timeout 0.5 "$@"')
+    done = image("run", "true", HF_HOME=str(tmp_path / "hub"))
+    assert done.returncode == 0
+    assert "--gpus" not in image.log().splitlines()[-1]
 
 
 def test_a_home_that_cannot_be_written(image: Callable, tmp_path: Path) -> None:
