@@ -5,7 +5,7 @@ set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 cd "$here/../.."
 recipe=recipes/${here##*/}
-if [[ -d .venv/bin && -z ${LMMS_IMAGE_COMMIT:-} ]]; then PATH=$PWD/.venv/bin:$PATH; fi # the image has its own
+if [[ -d .venv/bin && -z ${LMMS_IMAGE_BASE:-} ]]; then PATH=$PWD/.venv/bin:$PATH; fi # the image has its own
 nnodes=${NNODES:-${SLURM_STEP_NUM_NODES:-1}}
 node_rank=${NODE_RANK:-${SLURM_NODEID:-0}}
 if [[ -z ${MASTER_ADDR:-} && -n ${SLURM_STEP_NODELIST:-} ]]; then
