@@ -31,7 +31,7 @@ from data_prep.executors import (
 )
 from data_prep.lengths import Tokens
 from data_prep.parts import KEY, TEMPORARY, alone, put, work_folder
-from data_prep.rows import Chunk, open_data, parts_of, placed
+from data_prep.rows import Chunk, Data, open_data, parts_of, placed
 from data_prep.write import portable
 from lmms_engine.datasets.limits import DEFAULT_SECONDS, media_time_limit
 from lmms_engine.datasets.schema import MediaPart, Row, parse_row
@@ -357,7 +357,7 @@ def plan(
 
 
 def encode(
-    data: Annotated[Path, typer.Argument(help="File, folder or glob: JSONL, JSON, CSV, Parquet or Arrow.")],
+    data: Data,
     out: Annotated[Path, typer.Option(help="Folder to write; it appears only when it is whole.")],
     config: Annotated[
         list[Path] | None, typer.Option(help="Config of the run that will read it; repeat for overlays.")

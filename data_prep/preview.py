@@ -20,7 +20,7 @@ import typer
 
 from data_prep.lengths import Tokens
 from data_prep.media import heard
-from data_prep.rows import chunks_of, open_data, progress_bar, rows_of
+from data_prep.rows import Data, chunks_of, open_data, progress_bar, rows_of
 from data_prep.write import whole_text
 from lmms_engine.datasets.schema import MediaPart, Message, Row, parse_row
 from lmms_engine.datasets.sources import Raw, Source
@@ -199,7 +199,7 @@ def _decoded(ids: list[int], tokenizer: PreTrainedTokenizerFast) -> Iterator[str
 
 
 def preview(
-    data: Annotated[Path, typer.Argument(help="File, folder or glob: JSONL, JSON, CSV, Parquet or Arrow.")],
+    data: Data,
     out: Annotated[Path, typer.Option(help="The HTML file to write.")] = Path("preview.html"),
     rows: Annotated[int, typer.Option(min=1, help="How many rows to show.")] = 20,
     start: Annotated[int, typer.Option(min=0, help="The first row to show, counted from 0.")] = 0,

@@ -13,8 +13,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
+import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -26,6 +27,10 @@ CHUNK_ROWS = 64
 MOST_PARTS = 1024   # that a set is cut into, until a part has so many rows:
 PART_ROWS = 4096
 PLAIN_SECONDS = 30   # between lines of progress where there is no terminal
+
+# What a verb reads. Not a Path, which would make `s3:/` of `s3://`.
+DATA_HELP = "File, folder or glob of JSONL, JSON, CSV, Parquet or Arrow, here or at an address; or a hub id."
+Data = Annotated[str, typer.Argument(help=DATA_HELP)]
 
 T = TypeVar("T")
 Work = TypeVar("Work")
@@ -39,12 +44,12 @@ class Chunk(NamedTuple):
     stop: int
 
 
-def open_data(path: Path, data_folder: Path | None = None, limit: int | None = None) -> Source:
-    """The rows of a file, folder or glob, read as training reads them.
+def open_data(path: str | Path, data_folder: Path | None = None, limit: int | None = None) -> Source:
+    """The rows of a file, folder, glob, address or hub id, read as training reads them.
 
     data_folder: what relative media paths resolve against; None: the folder of the data file.
     """
-    if (path / ENCODED).is_file():
+    if (Path(path) / ENCODED).is_file():
         raise UserError(f"{path} is an encoded data set: look at the rows that it was made from")
     folder = "" if data_folder is None else str(data_folder.resolve())
     return open_source(DatasetEntry(path=str(path), data_folder=folder, limit=limit))

@@ -31,7 +31,7 @@ from data_prep.executors import (
     submit,
 )
 from data_prep.parts import KEY, TEMPORARY, Stage, alone, put, stamp_source, work_folder
-from data_prep.rows import Chunk, open_data, parts_of, placed, rows_of
+from data_prep.rows import Chunk, Data, open_data, parts_of, placed, rows_of
 from lmms_engine.datasets.schema import MediaPart, Message, Row, parse_row
 from lmms_engine.datasets.sources import Source
 from lmms_engine.errors import BadRow, UserError
@@ -369,7 +369,7 @@ def plan_shards(
 
 
 def shard(
-    data: Annotated[Path, typer.Argument(help="File, folder or glob: JSONL, JSON, CSV, Parquet or Arrow.")],
+    data: Data,
     out: Annotated[Path, typer.Option(help="Folder to write; it appears only when it is whole.")],
     shards: Annotated[int | None, typer.Option(min=1, help="How many; default: by --size-mb.")] = None,
     size_mb: Annotated[float, typer.Option(min=0.001, help="About how large a shard is.")] = DEFAULT_SIZE_MB,

@@ -17,13 +17,13 @@ import typer
 from data_prep.forecast import STRATEGIES, Forecast, Measured, forecast
 from data_prep.lengths import Tokens
 from data_prep.media import seconds_of
-from data_prep.rows import Chunk, chunks_of, in_order, open_data, progress_bar, rows_of
+from data_prep.rows import Chunk, Data, chunks_of, in_order, open_data, progress_bar, rows_of
 from data_prep.write import whole, whole_text
 from lmms_engine.config import PackingKwargs
 from lmms_engine.datasets.cost import media_units
 from lmms_engine.datasets.pack import DEFAULT_OPEN_BINS
 from lmms_engine.datasets.schema import KINDS, Row, parse_row
-from lmms_engine.datasets.sources import Source
+from lmms_engine.datasets.sources import Source, display_name
 from lmms_engine.errors import BadRow, UserError
 
 BARS = 12   # most bars of a histogram in the terminal
@@ -246,7 +246,7 @@ def _png(
 
 
 def stats(
-    data: Annotated[Path, typer.Argument(help="File, folder or glob: JSONL, JSON, CSV, Parquet or Arrow.")],
+    data: Data,
     out: Annotated[Path | None, typer.Option(help="Folder for PNG figures and stats.json.")] = None,
     data_folder: Annotated[
         Path | None, typer.Option(help="Folder of relative media paths; default: the data file's.")
@@ -293,7 +293,7 @@ def stats(
             advance(chunk.stop - chunk.start)
     if not found.lengths:
         kinds = ", ".join(f"{kind} {count}" for kind, count in found.bad.most_common())
-        raise UserError(f"{data} has no usable row ({kinds}); `data-prep validate` says where")
+        raise UserError(f"{display_name(data)} has no usable row ({kinds}); `data-prep validate` says where")
     print_stats(found)
     packing = None
     if packing_length is not None:

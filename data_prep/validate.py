@@ -32,7 +32,7 @@ from data_prep.executors import (
 from data_prep.lengths import Tokens
 from data_prep.media import open_medium
 from data_prep.parts import alone, discard, joined, put, stamp, stamp_source, work_folder
-from data_prep.rows import Chunk, open_data, parts_of, placed, rows_of
+from data_prep.rows import Chunk, Data, open_data, parts_of, placed, rows_of
 from data_prep.write import portable, whole_text
 from lmms_engine.datasets.schema import MediaPart, Message, Row, parse_row
 from lmms_engine.datasets.sources import Raw, Source
@@ -273,7 +273,7 @@ def print_report(report: Report) -> None:
 
 
 def validate(
-    data: Annotated[Path, typer.Argument(help="File, folder or glob: JSONL, JSON, CSV, Parquet or Arrow.")],
+    data: Data,
     data_folder: Annotated[
         Path | None, typer.Option(help="Folder of relative media paths; default: the data file's.")
     ] = None,
@@ -317,7 +317,7 @@ def validate(
         raise UserError(f"{name} needs --processor FOLDER: only a model's processor counts tokens")
     if fix is not None and fix.suffix != ".jsonl":
         raise UserError(f"--fix {fix}: the copy is JSONL; give a name that ends in .jsonl")
-    if fix is not None and fix.resolve() == data.resolve():
+    if fix is not None and fix.resolve() == Path(data).resolve():
         raise UserError(f"--fix {fix}: the copy needs another name than the data")
     cluster = Cluster(executor, tasks, partition, time, mem_gb, sbatch or [])
     out = fix or report
