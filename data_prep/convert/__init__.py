@@ -38,6 +38,16 @@ FORMATS = {
     "webdataset": "tar files of pictures, clips or sounds with .txt or .json beside them",
 }
 
+# What `--columns` may name, where a form looks for columns.
+COLUMNS = {
+    "alpaca": ("id", "instruction", "input", "output"),
+    "asr": ("id", "audio", "text", "offset", "duration"),
+    "captions": ("id", "image", "caption"),
+    "video_prompts": ("id", "video", "prompt", "start", "end", "fps"),
+    "vqa": ("id", "image", "question", "answer", "choices"),
+    "webdataset": ("caption",),
+}
+
 # How files begin -> their suffix. (offset, bytes)
 MAGIC = {
     (0, b"\xff\xd8\xff"): ".jpg",
@@ -141,6 +151,14 @@ def _form(name: str) -> Any:
     return importlib.import_module(f"data_prep.convert.{name}")
 
 
+def _check_columns(form: str, options: Options) -> None:
+    legal = COLUMNS.get(form, ())
+    for name, column in options.columns.items():
+        if name not in legal:
+            can = f"legal: {', '.join(legal)}" if legal else f"form '{form}' has fixed names"
+            raise UserError(f"--columns {name}={column}: no such name ({can}){nearest(name, list(legal))}")
+
+
 def convert_rows(
     name: str,
     path: Path,
@@ -162,6 +180,7 @@ def convert_rows(
         raise UserError(f"--draw: form '{name}' has no text that could ask for its media")
     if options.draw and options.prompt is not None:
         raise UserError("--draw and --prompt exclude each other: the text itself asks, or is the answer")
+    _check_columns(name, options)
     out, base = out.resolve(), (media_folder or _folder_of(path)).resolve()
     with alone(out):
         records = form.records(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import glob
 import io
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -55,9 +56,25 @@ class Records:
 def read_records(path: Path) -> Records:
     """The rows of CSV or TSV with a header, or of JSONL, JSON, Parquet or Arrow files."""
     if path.suffix.lower() in TABLES:
-        return _csv_records(path)
+        tables = [_csv_records(table) for table in _tables(path)]
+        parts = [(table.read, part) for table in tables for part in table.parts]
+        return Records(parts, _read_part, [table.stamp for table in tables])
     source = open_data(path)
     return Records(parts_of(source), partial(_read_chunks, source), stamp_source(source))
+
+
+def _tables(path: Path) -> list[Path]:
+    """The files that a name or a glob means."""
+    found = [path] if path.is_file() else sorted(Path(name) for name in glob.glob(str(path), recursive=True))
+    files = [file for file in found if file.is_file()]
+    if not files:
+        raise UserError(f"{path} does not exist: give a table on this machine, or a glob of tables")
+    return files
+
+
+def _read_part(part: tuple[Callable[[Any], Iterator[Record]], Any]) -> Iterator[Record]:
+    read, inner = part
+    return read(inner)
 
 
 def _read_chunks(source: Source, chunks: Sequence[Chunk]) -> Iterator[Record]:
@@ -158,7 +175,8 @@ def need(record: Mapping[str, Any], name: str, usual: Sequence[str], options: Op
     """`pick`, where a row without it is of no use."""
     value = pick(record, name, usual, options)
     if value is None:
-        where = f"any of {', '.join(usual)}; or name it by --columns {name}=…"
+        there = ", ".join(str(key) for key in record)
+        where = f"any of {', '.join(usual)}; or name it by --columns {name}=… (there are: {there})"
         raise BadRow("column", f"no {name}: it is looked for in {options.columns.get(name) or where}")
     return value
 

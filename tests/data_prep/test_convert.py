@@ -279,6 +279,26 @@ def test_killed_at_any_instant_it_goes_on_to_the_same_bytes(
     assert len(left) == 30 + 2   # each picture twice; the rows and the lock
 
 
+def test_a_glob_of_tables_and_one_that_is_not_there(tmp_path: Path) -> None:
+    for name in "ba":
+        (tmp_path / f"{name}.csv").write_text(f"question,answer\nq,{name}\n")
+    assert run("vqa", tmp_path / "*.csv", tmp_path / "o.jsonl").exit_code == 0
+    rows = [json.loads(line) for line in (tmp_path / "o.jsonl").read_text().splitlines()]
+    assert [row["messages"][1]["content"][0]["text"] for row in rows] == ["a", "b"]
+    gone = run("vqa", tmp_path / "gone.csv", tmp_path / "o2.jsonl")
+    assert gone.exit_code == 1
+    assert f"{tmp_path / 'gone.csv'} does not exist" in gone.stderr
+
+
+@pytest.mark.parametrize("form", ["vqa", "llava"])
+def test_columns_of_names_that_a_form_does_not_look_for_are_refused(tmp_path: Path, form: str) -> None:
+    (tmp_path / "d.csv").write_text("question,answer\nq,a\n")
+    result = run(form, tmp_path / "d.csv", tmp_path / "o.jsonl", "--columns", "qestion=question")
+    assert result.exit_code == 1
+    assert "--columns qestion=question: no such name" in result.stderr
+    assert ("did you mean 'question'?" in result.stderr) == (form == "vqa")
+
+
 BAD_TABLE = 'question,answer\nq,a\nonly\nq,a,more\nq,"cut\n'
 
 

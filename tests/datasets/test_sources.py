@@ -327,18 +327,18 @@ import sys
 from pathlib import Path
 from tests.datasets.toy_data import *
 keys = {"packing": False, "shuffle": False, "dataloader_num_workers": 1}
-loader = make_loader(make_job(Path(sys.argv[1]), on_bad_row=sys.argv[2], **keys))
 try:
-    steps = steps_of_epoch(loader)
+    steps_of_epoch(make_loader(make_job(Path(sys.argv[1]), on_bad_row="stop", **keys)))
 except Exception as error:
-    print(type(error).__name__, error); raise SystemExit
+    print(type(error).__name__, error)
+loader = make_loader(make_job(Path(sys.argv[1]), on_bad_row="skip", **keys))
+steps = steps_of_epoch(loader)
 texts = [bytes(i for i in m.input_ids[:m.num_tokens].tolist() if i < 256).decode() for s in steps for m in s]
 print(ids_of(steps), texts, [tuple(r) for r in loader.take_skipped()], loader.skipped_total)
 """
 
 
-@pytest.mark.parametrize("policy", ["skip", "stop"])
-def test_a_cut_file_under_both_policies_in_the_c_locale(tmp_path: Path, policy: str) -> None:
+def test_a_cut_file_under_both_policies_in_the_c_locale(tmp_path: Path) -> None:
     path = odd_file(tmp_path)
     env = {
         **os.environ,
@@ -346,27 +346,17 @@ def test_a_cut_file_under_both_policies_in_the_c_locale(tmp_path: Path, policy: 
         "PYTHONIOENCODING": "utf-8",
         "PYTHONPATH": str(Path(__file__).parents[2]),
     }
-    command = [sys.executable, "-c", SCRIPT, str(path), policy]
+    command = [sys.executable, "-c", SCRIPT, str(path)]
     out = subprocess.run(command, env=env, capture_output=True, encoding="utf-8", check=True).stdout
-    if policy == "stop":
-        assert (
-            out.startswith("UserError")
-        )
-        assert (
-            "line 5" in out
-        )
-        assert (
-            str(path) in out
-        )
-        assert (
-            "on_bad_row=skip" in out
-        )
-    else:
-        assert out.startswith("['first', 'second', '三']")
-        assert repr(ODD) in out
-        assert out.rstrip().endswith("1")
-        assert "'json'" in out
-        assert "line 5" in out
+    stopped, skipped = out.split("\n", 1)
+    assert stopped.startswith("UserError")
+    for words in ("line 5", str(path), "on_bad_row=skip"):
+        assert words in stopped
+    assert skipped.startswith("['first', 'second', '三']")
+    assert repr(ODD) in skipped
+    assert skipped.rstrip().endswith("1")
+    assert "'json'" in skipped
+    assert "line 5" in skipped
 
 
 def test_other_damage_is_one_bad_row(tmp_path: Path) -> None:
@@ -381,7 +371,7 @@ def test_other_damage_is_one_bad_row(tmp_path: Path) -> None:
         "json",
         "x",
     ]
-    assert "line 3 holds [" in str(rows[2])
+    assert "line 3 holds a list" in str(rows[2])
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n"])

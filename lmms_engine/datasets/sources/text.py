@@ -64,7 +64,8 @@ def _json_row(data: bytes, place: str, first: bool, last: bool) -> Raw:
         return BadRow("json", f"{place} is nested too deeply")
     if isinstance(value, dict):
         return value
-    return BadRow("row_type", f"{place} holds {json.dumps(value)[:40]}, not an object with `messages`")
+    found = "null" if value is None else {list: "a list", str: "a string"}.get(type(value), f"{value!r}"[:40])
+    return BadRow("row_type", f"{place} holds {found}, not an object with `messages`")
 
 
 class SlottedLines(FileSource):
