@@ -308,11 +308,16 @@ configs:
 ---
 """
 ASK = """
-import sys
+import os, sys
+from huggingface_hub import HfFileSystem
 from lmms_engine.config import DatasetEntry
 from lmms_engine.datasets.sources import open_source
 from lmms_engine.datasets.sources.cache import CacheSettings
 for path in sys.argv[2:]:
+    if path.startswith("HF_TOKEN="):   # from here on
+        os.environ["HF_TOKEN"] = path.removeprefix("HF_TOKEN=")
+        HfFileSystem.clear_instance_cache()
+        continue
     try:
         source = open_source(DatasetEntry(path=path), cache=CacheSettings(sys.argv[1]))
         ids = [raw["id"] for shard in range(source.num_shards) for _, raw in source.rows(shard)]
@@ -322,8 +327,8 @@ for path in sys.argv[2:]:
 """
 
 
-def ask(server: Server, folder: Path, *paths: str, **env: str) -> list[list[str]]:
-    settings = {"HF_ENDPOINT": server.url, "HF_HOME": str(folder / "home"), "HF_HUB_OFFLINE": "0", **env}
+def ask(server: Server, folder: Path, *paths: str) -> list[list[str]]:
+    settings = {"HF_ENDPOINT": server.url, "HF_HOME": str(folder / "home"), "HF_HUB_OFFLINE": "0"}
     command = [sys.executable, "-c", ASK, str(folder / "cache"), *paths]
     done = subprocess.run(command, env={**os.environ, **settings}, capture_output=True, text=True, check=True)
     return [line.split("|") for line in done.stdout.splitlines()]
@@ -356,7 +361,10 @@ def test_hub_ids_configs_splits_and_revisions(server: Server, tmp_path: Path) ->
         "org/none": "does not exist",
         "hf://datasets/org/name/none.jsonl": "does not exist",
     }
-    found = ask(server, tmp_path, *good, *bad)
+    server.token = "hf_right"
+    tokens = [f"HF_TOKEN={token}" for token in ("hf_right", "hf_wrong")]
+    found = ask(server, tmp_path, tokens[0], *good, *bad, tokens[1], "hf://datasets/org/name/rows.jsonl")
+    assert "log in (`hf auth login`, or HF_TOKEN)" in found.pop()[1]
     for (path, ids), (name, *got) in zip(good.items(), found, strict=False):
         assert name == path
         assert got[: len(ids)] == ids, (path, got)
@@ -366,6 +374,3 @@ def test_hub_ids_configs_splits_and_revisions(server: Server, tmp_path: Path) ->
         assert words in line[1], (path, line)
     local = open_source(DatasetEntry(path=str(server.folder / "rows.jsonl")))
     assert found[3][-2] == local.fingerprint
-    server.token = "hf_right"
-    (line,) = ask(server, tmp_path, "hf://datasets/org/name/rows.jsonl", HF_TOKEN="hf_wrong")
-    assert "log in (`hf auth login`, or HF_TOKEN)" in line[1]
