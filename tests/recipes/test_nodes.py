@@ -32,10 +32,11 @@ if [[ $1 == show ]]; then printf '127.0.0.1\\n127.0.0.2\\n'; fi
 """
 APPTAINER = """#!/usr/bin/env bash
 echo "apptainer $*" >>"$LOG"
+echo "passed on: ${HF_HOME-none} ${TRITON_CACHE_DIR-none} ${PYTHONPATH-none} ${HF_TOKEN-none}" >>"$LOG"
 """
 # What the operator gives each pod, and the launcher is to make of it.
 TELLS = """#!/usr/bin/env bash
-echo "$NNODES ${NODE_RANK:-$SLURM_NODEID} $MASTER_ADDR:$MASTER_PORT $PRESET ${0#"$PWD"/} $*"
+echo "$NNODES ${NODE_RANK:-$SLURM_NODEID} $MASTER_ADDR:$MASTER_PORT $PRESET ${0#"$PWD"/} $*${FRESH:+ fresh}"
 exit "${CODE:-0}"
 """
 
@@ -96,6 +97,7 @@ def test_two_nodes_equal_one_node_of_two_processes(clone: Path, start: Any) -> N
 def root(tmp_path: Path) -> Path:
     """A repository whose one recipe only says how it was launched."""
     executable(tmp_path / "recipes/mine/launch.sh", TELLS)
+    executable(tmp_path / "tools/entrypoint.sh", '#!/usr/bin/env bash\nexec "$@"\n')
     executable(
         tmp_path / "recipes/_launch/slurm.sbatch", (REPO / "recipes/_launch/slurm.sbatch").read_text()
     )
@@ -113,16 +115,23 @@ class TestSlurm:
         assert "srun --kill-on-bad-exit=1" in (root / "log").read_text()
 
     def test_in_an_image(self, root: Path) -> None:
-        done = sbatch(root, "mine", "x=1", IMAGE="engine.sif", MOUNTS="/data:/data", nodes=1)
+        done = sbatch(root, "mine", "x=1", IMAGE="engine.sif", MOUNTS="/data:/data", HF_HOME="", nodes=1,
+                      TRITON_CACHE_DIR="/scratch/t", HF_TOKEN="secret")  # fmt: skip
         assert done.returncode == 0, done.stderr
         mounts = f"{root}:/app,{root}/.cache/image:/cache,/data:/data"
-        expected = f"apptainer exec --nv --pwd /app --bind {mounts} engine.sif recipes/mine/launch.sh x=1"
-        assert expected in (root / "log").read_text().splitlines()
-        done = sbatch(root, "mine", IMAGE="team#engine", CONTAINER="pyxis", CACHE=str(root / "c"), nodes=1)
+        expected = f"apptainer exec --nv --pwd /app --bind {mounts} engine.sif tools/entrypoint.sh "
+        expected += "recipes/mine/launch.sh x=1"
+        log = (root / "log").read_text().splitlines()
+        assert expected in log
+        assert "passed on: none none none secret" in log   # the image's own caches hold
+        done = sbatch(root, "mine", IMAGE="team#engine", CONTAINER="pyxis", CACHE=str(root / "c"), nodes=1,
+                      HF_HOME="/scratch/hf", TRITON_CACHE_DIR="/scratch/t")  # fmt: skip
         assert done.returncode == 0, done.stderr
         log = (root / "log").read_text()
-        for option in ("image=team#engine", f"mounts={root}:/app,{root}/c:/cache", "workdir=/app"):
+        mounts = f"{root}:/app,{root}/c:/cache,/scratch/hf:/cache/huggingface"
+        for option in ("image=team#engine", f"mounts={mounts}", "workdir=/app"):
             assert f"srun --container-{option}\n" in log
+        assert "srun --cpu-bind=none\n" in log
 
     @pytest.mark.parametrize(
         ("words", "env", "said"),
@@ -146,6 +155,14 @@ class TestSlurm:
         (root / "log").unlink()
         sbatch(root, "mine", CODE=code)
         assert "requeue" not in (root / "log").read_text()
+
+    def test_only_the_first_start_is_fresh(self, root: Path) -> None:
+        """Or a job that is queued again would put its own checkpoint aside."""
+        first = sbatch(root, "mine", nodes=1, PRESET="full", FRESH="1")
+        assert first.stdout.endswith(" fresh\n")
+        again = sbatch(root, "mine", nodes=1, PRESET="full", FRESH="1", SLURM_RESTART_COUNT="1")
+        assert again.returncode == 0
+        assert "fresh" not in again.stdout
 
 
 class TestKubernetes:
