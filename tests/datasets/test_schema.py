@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from lmms_engine.datasets.schema import MediaPart, Row, TextPart, dump_row, parse_row
+from lmms_engine.datasets.sources.remote import RemoteFolder
 from lmms_engine.errors import BadRow
 
 FOLDER = Path("/data/set")
@@ -345,3 +346,10 @@ def test_a_sound_has_a_span_and_no_rate() -> None:
     for key, kind in misplaced.items():
         message = [{"role": "user", "content": [{"type": kind, kind: "a", key: 1}]}, ANSWER]
         refused("unknown_key", key, messages=message)
+
+
+def test_absolute_paths_in_rows_that_lie_elsewhere_stay_paths_of_this_machine() -> None:
+    row = {"messages": [{"role": "user", "content": [{"type": "image", "image": "/mnt/a.png"}]}, ANSWER]}
+    (medium,) = parse_row(row, RemoteFolder("https://host/rows")).messages[0].content
+    assert isinstance(medium, MediaPart)
+    assert (medium.path, medium.url) == ("/mnt/a.png", None)

@@ -112,8 +112,9 @@ def local_files(path: str, kind: str) -> tuple[list[LocalFile], Path | None]:
     near = sorted(item.name for item in parent.iterdir() if item.name[0] != ".") if parent.is_dir() else []
     most = ", …" if len(near) > 20 else ""
     there = f"{parent} holds {', '.join(near[:20])}{most}" if near else f"{parent} does not exist or is empty"
+    hint = nearest(Path(path).name, [name for name in near if (parent / name).exists()])
     dangling = " (it is a link to nothing)" if os.path.islink(path) else ""
-    raise UserError(f"dataset '{path}' does not exist{dangling}{nearest(Path(path).name, near)}; {there}")
+    raise UserError(f"dataset '{path}' does not exist{dangling}{hint}; {there}")
 
 
 def _folder_files(folder: Path, kind: str) -> list[str]:

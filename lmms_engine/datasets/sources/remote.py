@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, TypeVar
 
 from lmms_engine.datasets.sources.cache import BlockCache, CacheSettings
@@ -43,11 +43,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class RemoteFolder:
-    """The address of a folder; joined with a relative path, that of a medium."""
+    """The address of a folder; with a relative path, that of a medium. Absolute paths stay themselves."""
 
     url: str
 
-    def __truediv__(self, path: str) -> RemoteFolder:
+    def __truediv__(self, path: str) -> RemoteFolder | Path:
+        if path.startswith("/"):
+            return Path(path)
         return RemoteFolder(f"{self.url.rstrip('/')}/{path}" if path else self.url)
 
     def __str__(self) -> str:
