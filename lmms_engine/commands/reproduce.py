@@ -39,6 +39,8 @@ def reproduce(
     rtol_last: Annotated[float, typer.Option(help="where bits may differ: later steps")] = 0.05,
 ) -> None:
     """Check what a run came from, run it again beside it, and compare the curves step by step."""
+    if against is not None and against.resolve() == run.resolve():
+        raise UserError(f"--against {against}: that is the run itself; name the one made after it")
     console = Console(highlight=False, soft_wrap=True)
     origin = read_origin(run.absolute(), overrides or [])
     found = differences(origin)

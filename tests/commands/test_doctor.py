@@ -192,6 +192,49 @@ def test_versions_against_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert judged(lambda text: text + "no-such-package==1.0\n").status == "fail"
 
 
+@pytest.mark.parametrize(
+    ("lock", "said"),
+    [
+        (b"\x00\xff", "a lock cannot be read: 'utf-8' codec"),
+        (b"<<<<<<< HEAD\ntorch==2.11.0\n", "a lock cannot be read: "),
+        (b"torch>=2\n", "torch>=2 pins no version"),
+        (b"torch @ https://example.org/torch.whl\n", "pins no version"),
+        (b"", "names no package"),
+    ],
+)
+def test_a_corrupt_lock(tmp_path: Path, lock: bytes, said: str) -> None:
+    (tmp_path / "requirements.lock").write_bytes(lock)
+    check = environment.packages(tmp_path / "requirements.lock", tmp_path / "none.lock")
+    assert check.status == "fail"
+    assert said in check.found
+    assert "git checkout requirements.lock" in check.remedy
+
+
+def test_a_token_that_is_no_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "token").write_bytes(b"\xff\xfe\x00")
+    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "token"))
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    token = storage.hub_token()
+    assert (token.status, token.found) == ("warn", "cannot be read: it is no text")
+
+
+@as_root
+def test_a_cache_behind_a_closed_folder(tmp_path: Path) -> None:
+    for folder in [tmp_path, *tmp_path.parents][:3]:
+        folder.chmod(0o755)
+    (tmp_path / "closed").mkdir(mode=0o700)
+    cache = child(cwd=tmp_path, env={"HF_HOME": f"{tmp_path}/closed/hub"}, uid=STRANGER)["Hugging Face cache"]
+    assert cache["status"] == "fail"
+    assert "export HF_HOME" in cache["remedy"]
+
+
+@as_root
+def test_no_home_at_all(tmp_path: Path) -> None:
+    home = child("env", "-u", "HOME", cwd=tmp_path, uid=STRANGER)["home"]
+    assert (home["status"], home["found"]) == ("warn", "there is none for this uid")
+
+
 def test_an_image_of_another_lock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LMMS_IMAGE_LOCK_SHA256", "0" * 64)
     check = environment.image(REPO / "requirements.lock")

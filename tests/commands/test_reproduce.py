@@ -153,9 +153,43 @@ def test_what_is_no_run_folder(copy: Path, name: str) -> None:
     assert f"has no {name}" in refused.stderr
 
 
+def test_a_run_is_not_compared_with_itself(copy: Path) -> None:
+    refused = call(copy, "--against", copy.parent / "run/../run")
+    assert refused.exit_code == 1
+    assert "that is the run itself" in refused.stderr
+
+
 def test_a_manifest_of_an_earlier_version(copy: Path) -> None:
     change(copy / "manifest.json", lambda manifest: manifest.pop("threads"))
     with pytest.raises(UserError, match="lacks threads"):
+        read_origin(copy, [])
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("manifest.json", '{"seed": 1', "manifest.json is damaged (Expecting"),
+        ("manifest.json", "", "manifest.json is damaged (Expecting value"),
+        ("manifest.json", "[]", "manifest.json is damaged (not a JSON object)"),
+        ("metrics.jsonl", '{"step": 1, "spl', "metrics.jsonl holds no step"),
+        ("metrics.jsonl", '{"x": 1}\n', "metrics.jsonl is damaged (row 1 is no step)"),
+        ("metrics.jsonl", "\udcff\n", "metrics.jsonl is damaged ('utf-8' codec"),
+    ],
+)
+def test_a_damaged_file_is_one_line(copy: Path, name: str, text: str, said: str) -> None:
+    (copy / name).write_text(text, errors="surrogateescape")
+    refused = call(copy)
+    assert refused.exit_code == 1
+    assert said in refused.stderr
+    assert refused.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("world_size", "two"), ("devices", []), ("layout", None), ("history", {})]
+)
+def test_a_manifest_with_an_impossible_value(copy: Path, key: str, value: object) -> None:
+    change(copy / "manifest.json", lambda manifest: manifest.update({key: value}))
+    with pytest.raises(UserError, match=f"damaged .{key} is"):
         read_origin(copy, [])
 
 

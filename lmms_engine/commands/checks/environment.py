@@ -38,8 +38,15 @@ def packages(lock: Path, optional: Path) -> Check:
     remedy = "make build" if any((image_state() or {}).values()) else "make setup"
     if not lock.is_file():
         return Check("packages", "warn", f"no {lock.name} beside the code", "run from a clone")
-    wanted = locked(lock)
-    pinned = [*wanted.items(), *(locked(optional).items() if optional.is_file() else ())]
+    try:
+        wanted = locked(lock)
+        pinned = [*wanted.items(), *(locked(optional).items() if optional.is_file() else ())]
+    except (OSError, ValueError) as error:   # InvalidRequirement is a ValueError
+        said = " ".join(str(error).split())[:200]
+        remedy = f"git checkout {lock.name} {optional.name}"
+        return Check("packages", "fail", f"a lock cannot be read: {said}", remedy)
+    if not wanted:
+        return Check("packages", "fail", f"{lock.name} names no package", f"git checkout {lock.name}")
     wrong = [f"{name} {have}, not {want}" for name, want in pinned if (have := _other(name, want))]
     missing = [name for name in wanted if package_version(name) is None]
     needed = [name for name in missing if name in direct_requirements()]
@@ -52,12 +59,14 @@ def packages(lock: Path, optional: Path) -> Check:
 
 
 def locked(lock: Path) -> dict[str, str]:
-    """Package -> version, of the lines of a lock that hold for this machine."""
+    """Package -> version, of a lock's lines that hold for this machine; ValueError for any other line."""
     wanted = {}
-    for line in re.findall(r"^[A-Za-z0-9][^\\\n]*", lock.read_text(), flags=re.MULTILINE):
+    for line in re.findall(r"^[^\s#\\][^\\\n]*", lock.read_text(encoding="utf-8"), flags=re.MULTILINE):
         requirement = Requirement(line.split(" #")[0].strip())
         if requirement.marker is None or requirement.marker.evaluate():
-            (version,) = requirement.specifier
+            version, *more = requirement.specifier or [None]
+            if version is None or more or version.operator != "==":
+                raise ValueError(f"{lock.name}: {line.strip()} pins no version")
             wanted[canonicalize_name(requirement.name)] = version.version
     return wanted
 

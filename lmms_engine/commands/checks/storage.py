@@ -72,7 +72,11 @@ def write_access(folder: Path, name: str) -> Check:
 
 def home() -> Check:
     """Kernels that are compiled at first use are kept under the home folder, unless told otherwise."""
-    folder = Path.home()
+    try:
+        folder = Path.home()
+    except RuntimeError:   # no HOME, and a uid without a line in /etc/passwd
+        remedy = "export HOME to a folder that can be written"
+        return Check("home", "warn", "there is none for this uid", remedy)
     problem = write_problem(folder)
     if problem is None:
         return Check("home", "ok", str(folder))
@@ -100,7 +104,7 @@ def hub_cache_access(folder: Path) -> Check:
     if problem is None:
         models = len(list(folder.glob("models--*")))
         return Check("Hugging Face cache", "ok", f"{folder}, {models} models{offline}")
-    status = "warn" if folder.is_dir() and os.access(folder, os.R_OK) else "fail"
+    status = "warn" if os.path.isdir(folder) and os.access(folder, os.R_OK) else "fail"
     return Check(
         "Hugging Face cache", status, problem[0] + offline,
         "export HF_HOME to a folder that can be written (docker: a volume), or nothing can be downloaded",
@@ -113,8 +117,9 @@ def hub_token() -> Check:
 
     try:
         token = get_token()
-    except OSError as error:
-        return Check("Hugging Face token", "warn", f"cannot be read: {error.strerror}", "export HF_TOKEN")
+    except (OSError, ValueError) as error:   # not allowed to read it, or it is no text
+        said = getattr(error, "strerror", None) or "it is no text"
+        return Check("Hugging Face token", "warn", f"cannot be read: {said}", "export HF_TOKEN")
     return Check("Hugging Face token", "ok", "set" if token else "none; only gated models need one")
 
 

@@ -35,6 +35,13 @@ IMAGE_KEYS = ("digest", "base", "lock_sha256")
 SAME_ON_ITS_WAY = (
     "git", "lock_sha256", "config_sha256", "data_fingerprint", "processor_fingerprint", "plugins",
 )  # fmt: skip
+# Manifest keys that are read here.
+KINDS = {
+    "git": dict | None, "lock_sha256": str | None, "image": dict | None, "config_sha256": str,
+    "data_fingerprint": str, "processor_fingerprint": str, "weights_fingerprint": str | None, "plugins": dict,
+    "packages": dict, "devices": list, "cpu": str, "threads": int, "world_size": int,
+    "data_parallel_size": int, "layout": dict, "history": list,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -79,17 +86,45 @@ def read_origin(folder: Path, overrides: list[str]) -> Origin:
     for name in (MANIFEST_FILE, CONFIG_FILE, METRICS_FILE):
         if not (folder / name).is_file():
             raise UserError(f"{folder} has no {name}: it is no run folder, or the run never started")
-    manifest = json.loads((folder / MANIFEST_FILE).read_text(encoding="utf-8"))
-    missing = [key for key in ("cpu", "threads", "layout", "image") if key not in manifest]
+    manifest = _read_manifest(folder / MANIFEST_FILE)
+    return Origin(
+        folder, manifest, _read_steps(folder / METRICS_FILE), load_job([folder / CONFIG_FILE], overrides),
+        tuple(overrides),
+    )  # fmt: skip
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    damaged = f"{path} is damaged (%s): take it from a copy of the run; nothing else says what it came from"
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(damaged % error) from error
+    if not isinstance(manifest, dict):
+        raise UserError(damaged % "not a JSON object")
+    missing = [key for key in KINDS if key not in manifest]
     if missing:
         raise UserError(
-            f"{folder / MANIFEST_FILE} lacks {', '.join(missing)}: it was written by an earlier version, "
+            f"{path} lacks {', '.join(missing)}: it was written by an earlier version, "
             "which cannot be reproduced step by step; train anew and compare with that run"
         )
-    rows = read_lines(folder / METRICS_FILE)
+    wrong = [key for key, kind in KINDS.items() if not isinstance(manifest[key], kind)]
+    wrong += [key for key in ("devices",) if not manifest[key]]
+    if wrong:
+        raise UserError(damaged % f"{wrong[0]} is {json.dumps(manifest[wrong[0]])[:40]}")
+    return manifest
+
+
+def _read_steps(path: Path) -> list[dict[str, Any]]:
+    try:
+        rows = read_lines(path)
+    except ValueError as error:
+        raise UserError(f"{path} is damaged ({error}): take it from a copy of the run") from error
     if not rows:
-        raise UserError(f"{folder / METRICS_FILE} holds no step: there is nothing to compare with")
-    return Origin(folder, manifest, rows, load_job([folder / CONFIG_FILE], overrides), tuple(overrides))
+        raise UserError(f"{path} holds no step: there is nothing to compare with")
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row, dict) or not {"step", "split", "loss"} <= row.keys():
+            raise UserError(f"{path} is damaged (row {number} is no step): take it from a copy of the run")
+    return rows
 
 
 def differences(origin: Origin) -> list[Difference]:
