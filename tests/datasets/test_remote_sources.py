@@ -265,6 +265,27 @@ def test_a_file_that_changed_is_fetched_anew(server: Server, cached: CacheSettin
         assert opened(f"{server.url}/files/rows.jsonl", cached).read(0, 0)["id"] == word
 
 
+@pytest.mark.parametrize("scheme", ["https", "s3"])
+def test_a_file_that_changes_while_it_is_read_is_said(
+    server: Server, cached: CacheSettings, monkeypatch: pytest.MonkeyPatch, scheme: str
+) -> None:
+    import fsspec
+
+    rows = [text_row(f"r{i}", 2000) for i in range(1500)]
+    write_jsonl(server.folder / "rows.jsonl", rows)
+    path = f"{server.url}/files/rows.jsonl" if scheme == "https" else "s3://bucket/rows.jsonl"
+    monkeypatch.setattr(text, "NUMBERED_BYTES", 0)   # only the beginning and the end are read
+    source = opened(path, cached)
+    assert source.read(0, 0)["id"] == "r0"
+    write_jsonl(server.folder / "rows.jsonl", [*rows[1:], rows[0]])   # as long as before
+    for name in ("s3", "http"):
+        fsspec.get_filesystem_class(name).clear_instance_cache()   # as a worker begins
+    with source.files[0].open() as file:
+        file.seek(2_500_000)
+        with pytest.raises(UserError, match=r"rows\.jsonl has changed since the run began"):
+            file.read(10)
+
+
 def use(blocks: BlockCache, child: int) -> bool:
     good = True
     for turn in range(150):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import secrets
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -51,7 +52,8 @@ class BlockCache:
     def put(self, key: str, number: int, data: bytes) -> None:
         """Keeps a block."""
         path = self._path(key, number)
-        unfinished = path.with_name(f"{path.name}.{os.getpid()}")
+        # In two containers processes may have one number.
+        unfinished = path.with_name(f"{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             unfinished.write_bytes(data)

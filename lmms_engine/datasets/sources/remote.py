@@ -37,6 +37,7 @@ PERMANENT = (
     FileNotFoundError, PermissionError, IsADirectoryError, ImportError, ValueError, TypeError
 )  # fmt: skip
 PASSING_STATUS = (408, 425, 429)
+VERSION_KEYS = ("etag", "last-modified", "lastmodified", "versionid", "generation", "md5hash", "blob_id")
 
 T = TypeVar("T")
 
@@ -94,6 +95,12 @@ class RemoteFile:
 def shown(url: str) -> str:
     """An address without its query, which may hold a signature."""
     return url.partition("?")[0] if url.startswith("http") else url
+
+
+def version_of(info: dict[str, Any]) -> str:
+    """What a server says of a file's content, from fsspec's description of it."""
+    found = {key.lower(): str(value) for key, value in info.items() if key.lower() in VERSION_KEYS}
+    return repr(sorted(found.items()))
 
 
 class _Ranges(io.RawIOBase):
@@ -176,6 +183,11 @@ class _Ranges(io.RawIOBase):
         try:
             if self._remote is None:
                 files, path = file_system(self._file.url)
+                if version_of(files.info(path)) != self._file.version:
+                    raise UserError(
+                        f"{self._file} has changed since the run began: blocks of both versions would be"
+                        " mixed; begin again, or put the old file back"
+                    )
                 self._remote = files.open(path, "rb", cache_type="none", block_size=BLOCK_BYTES)
             self._remote.seek(start)
             data = self._remote.read(stop - start)

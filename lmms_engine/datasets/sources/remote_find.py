@@ -16,12 +16,12 @@ from lmms_engine.datasets.sources.remote import (
     offline,
     patiently,
     shown,
+    version_of,
 )
 from lmms_engine.errors import UserError
 
 SCHEMES = ("hf", "s3", "gs", "gcs", "http", "https")
 THREADS = 16
-VERSION_KEYS = ("etag", "last-modified", "lastmodified", "versionid", "generation", "md5hash", "blob_id")
 
 
 @dataclass(frozen=True)
@@ -123,5 +123,4 @@ def _described(url: str, cache: CacheSettings) -> RemoteFile:
     info = patiently(url, lambda: files.info(path))
     if info.get("size") is None:
         raise UserError(f"{shown(url)}: the server does not say how long the file is: download it")
-    version = {key.lower(): str(value) for key, value in info.items() if key.lower() in VERSION_KEYS}
-    return RemoteFile(url, int(info["size"]), repr(sorted(version.items())), cache)
+    return RemoteFile(url, int(info["size"]), version_of(info), cache)
