@@ -17,7 +17,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from lmms_engine.cli import app
-from lmms_engine.commands.checks import Check, environment, gpu, machine
+from lmms_engine.commands.checks import Check, environment, gpu, machine, storage
 from lmms_engine.commands.doctor import show
 
 REPO = Path(__file__).resolve().parents[2]
