@@ -102,6 +102,17 @@ def test_large_sources_are_read_in_runs_and_still_shuffled() -> None:
     assert sorted(other) != places
 
 
+def test_every_stage_of_the_shuffle_is_another_in_each_epoch() -> None:
+    first, second = (make([Rows(4000)], 2, epoch=epoch) for epoch in (0, 1))
+    assert first._pools[0].rows(0, 4000) != second._pools[0].rows(0, 4000)   # slices
+    places = []
+    for order in (first, second):
+        window = order.window_of(0, 0)[0]
+        dealt = order._pools[0].rows(0, 4000)
+        places.append(np.argsort([dealt.index(row) for row in window]).tolist())
+    assert places[0] != places[1]   # rows of a window
+
+
 def test_without_shuffle_rows_are_dealt_in_file_order() -> None:
     order = make([Rows(5, 6)], 4, shuffle=False)
     dealt = [sequence(order, shard) for shard in range(4)]
@@ -170,6 +181,13 @@ def test_sources_of_one_size_and_weight_run_out_together(seed: int) -> None:
     shares = Counter(row.source for row in drawn(make([Rows(2000), Rows(2000)], 4, **keys), 4))
     assert max(shares.values()) == 2000
     assert min(shares.values()) >= 1700   # two chunks of 125 rows less at the most
+
+
+def test_every_logical_shard_gets_rows_of_every_source() -> None:
+    order = make([Rows(2000), Rows(2000)], 4, weights=(0.5, 0.5), mixture_stop="first")
+    for shard in range(4):
+        rows = sequence(order, shard)
+        assert 0.2 < sum(row.source for row in rows) / len(rows) < 0.8
 
 
 def test_first_with_equal_weights_still_ends_with_the_first_source() -> None:
