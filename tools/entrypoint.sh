@@ -43,6 +43,10 @@ case "${1:-} ${2:-} ${3:-} " in # what writes runs; also by way of bash -c
 esac
 for folder in data runs; do
     if [[ -n $writes ]] && ! can_write "$PWD/$folder"; then
+        if [[ -L $folder && ! -e $folder ]]; then
+            to=$(readlink "$folder")
+            fail "$PWD/$folder is a link to $to, which is not in the container: mount that too, --volume $to:$to"
+        fi
         owner=$(stat -c %u "$folder" 2>/dev/null || stat -c %u .)
         remedy="on the host: sudo chown -R $uid $folder"
         [[ $owner == 0 ]] || remedy="start as its owner (--user $owner; compose: RUN_UID=$owner in .env), or $remedy"

@@ -12,8 +12,13 @@ answer() { # $1: docker or host; $2: why
     exit 0
 }
 
-driver() { # version of the NVIDIA driver; empty if there is no GPU
-    timeout 20 nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1 || true
+driver() { # version of the NVIDIA driver; empty if there is no GPU, or none that answers
+    local said code=0
+    said=$(timeout 20 nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null) || code=$?
+    if ((code == 0)); then printf '%s\n' "${said%%$'\n'*}"; fi
+    if ((code == 124)); then
+        printf 'runtime: nvidia-smi does not answer, so no GPU is used: reboot, or install the driver again\n' >&2
+    fi
 }
 
 too_old() { # $1: driver version

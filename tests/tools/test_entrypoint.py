@@ -102,6 +102,16 @@ def test_a_volume_of_another_user(
 
 
 @NEEDS_ROOT
+def test_a_link_out_of_the_container(app: Path, start: Callable) -> None:
+    (app / "data").rmdir()
+    (app / "data").symlink_to("/big/data")
+    stopped = start("recipes/mine/launch.sh")
+    assert stopped.returncode == 2
+    said = "is a link to /big/data, which is not in the container: mount that too, --volume /big/data:/big/data"
+    assert stopped.stderr == f"image: {app}/data {said}\n"
+
+
+@NEEDS_ROOT
 def test_a_missing_folder_is_judged_by_where_it_would_be_made(app: Path, start: Callable) -> None:
     (app / "runs").rmdir()
     assert "not writable for uid" in start("recipes/mine/launch.sh").stderr

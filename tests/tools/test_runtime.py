@@ -98,3 +98,16 @@ def test_every_target_has_a_docker_path(repo: Path, command: Callable, call: Cal
     command("nvidia-smi", NO_GPU)
     planned = call("make", "-n", target, "RECIPE=qwen3_vl", cwd=repo)
     assert planned.stdout == f"tools/image.sh run make {target}\n"
+
+
+def test_a_driver_that_hangs_or_fails_is_no_gpu(repo: Path, command: Callable, call: Callable) -> None:
+    command("docker", "echo Runtimes: runc")   # without GPU support
+    command("timeout", 'shift; exec /usr/bin/timeout 0.5 "$@"')
+    command("nvidia-smi", "sleep 600")
+    hangs = call("tools/runtime.sh", "auto", cwd=repo)
+    assert hangs.stdout == "docker\n"
+    assert hangs.stderr.startswith("runtime: nvidia-smi does not answer, so no GPU is used: reboot, or install")
+    command("nvidia-smi", "echo NVIDIA-SMI has failed; exit 9")
+    fails = call("tools/runtime.sh", "auto", cwd=repo)
+    assert fails.stdout == "docker\n"
+    assert fails.stderr.count("\n") == 1
