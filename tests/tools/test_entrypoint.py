@@ -107,8 +107,8 @@ def test_a_link_out_of_the_container(app: Path, start: Callable) -> None:
     (app / "data").symlink_to("/big/data")
     stopped = start("recipes/mine/launch.sh")
     assert stopped.returncode == 2
-    said = "is a link to /big/data, which is not in the container: mount that too, --volume /big/data:/big/data"
-    assert stopped.stderr == f"image: {app}/data {said}\n"
+    said = f"image: {app}/data is a link to /big/data, which is not in the container: mount that too, "
+    assert stopped.stderr == f"{said}--volume /big/data:/big/data\n"
 
 
 @NEEDS_ROOT
