@@ -28,6 +28,7 @@ from lmms_engine.datasets.schema import MediaPart, Row
 from lmms_engine.datasets.video import load_clip, plan_clip
 from lmms_engine.errors import BadRow
 from lmms_engine.segments import RowRef
+from tests.datasets.test_remote import Server, drip
 from tests.datasets.toy_data import ByteProcessor, ids_of, make_job, steps_of_epoch
 
 MEGABYTE = 1 << 20
@@ -109,10 +110,10 @@ def test_a_clip_that_takes_too_long(tmp_path: Path) -> None:
     with media_time_limit(1e-6), pytest.raises(BadRow) as caught:
         plan_clip(part, **settings)
     assert caught.value.kind == "timeout"
-    with media_time_limit(0.2):
+    with media_time_limit(1.0):
         frames = plan_clip(part, **settings).frames()
         next(frames)
-        time.sleep(0.2)   # what the processor does with a frame counts
+        time.sleep(1.0)   # what the processor does with a frame counts
         with pytest.raises(BadRow) as caught:
             next(frames)
     assert caught.value.kind == "timeout"
@@ -124,10 +125,10 @@ def test_a_list_of_frames_shares_one_time(tmp_path: Path) -> None:
     Image.new("RGB", (8, 8)).save(picture, "PNG")
     frame = MediaPart(kind="image", bytes=picture.getvalue())
     part = MediaPart(kind="video", frames=(frame,) * 4, fps=2.0)
-    with media_time_limit(0.1):
+    with media_time_limit(1.0):
         frames = plan_clip(part, fps=1.0, min_frames=1, max_frames=8).frames()
         next(frames)
-        time.sleep(0.1)
+        time.sleep(1.0)
         with pytest.raises(BadRow, match="list of 4 frames") as caught:
             next(frames)
     assert caught.value.kind == "timeout"
@@ -244,13 +245,14 @@ class LookingProcessor(ByteProcessor):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_run_names_the_row_and_goes_on(tmp_path: Path, png: bytes, workers: int) -> None:
+def test_a_run_names_the_row_and_goes_on(tmp_path: Path, workers: int) -> None:
+    server = Server()
+    server.answers = [drip]   # for ten seconds
     Image.new("RGB", (8, 8)).save(tmp_path / "short.png")
-    (tmp_path / "long.png").write_bytes(png)
     rows = [
         {
             "id": f"r{i}",
-            "image": "long.png" if i == 3 else "short.png",
+            "image": f"{server.url}/long.png" if i == 3 else "short.png",
             "conversations": [{"from": "human", "value": "<image>?"}, {"from": "gpt", "value": "!"}],
         }
         for i in range(6)
@@ -260,12 +262,14 @@ def test_a_run_names_the_row_and_goes_on(tmp_path: Path, png: bytes, workers: in
         tmp_path / "rows.jsonl",
         on_bad_row="skip",
         max_skip_fraction=1.0,
-        media_timeout_s=0.05,
+        media_timeout_s=2,
         dataloader_num_workers=workers,
     )
     loader = Loader(job, partial(LookingProcessor), dp_rank=0, dp_size=1)
     assert sorted(ids_of(steps_of_epoch(loader))) == ["r0", "r1", "r2", "r4", "r5"]
     (skipped,) = loader.take_skipped()
     assert (skipped.id, skipped.kind) == ("r3", "timeout")
-    assert "dataset_config.media_timeout_s=0.05" in skipped.reason
+    assert "dataset_config.media_timeout_s=2" in skipped.reason
     loader.close()
+    server.http.shutdown()
+    server.http.server_close()
