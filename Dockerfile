@@ -21,13 +21,13 @@ ENV PATH=/opt/venv/bin:$PATH \
     PIP_DISABLE_PIP_VERSION_CHECK=1
 WORKDIR /app
 COPY requirements.lock ./
-# uv itself comes at the lock's version and hash. Bytecode is compiled now: the running image is read-only.
+# uv itself comes at the lock's version and hash, and so does what deepspeed's source is built with. Bytecode is compiled now: the running image is read-only.
 # hadolint ignore=DL3042
 RUN --mount=type=cache,target=/var/cache/python,sharing=locked \
     python3 -m venv /opt/venv && \
     awk '/^[^ ]/ { inside = /^uv==/ } inside' requirements.lock >/tmp/uv.lock && \
     pip install -q --require-hashes --no-deps -r /tmp/uv.lock && rm /tmp/uv.lock && \
-    VIRTUAL_ENV=/opt/venv uv pip install -q --compile-bytecode --require-hashes -r requirements.lock
+    VIRTUAL_ENV=/opt/venv uv pip install -q --compile-bytecode --build-constraints requirements.lock --require-hashes -r requirements.lock
 
 # /wheels stays empty unless FLASH_ATTN=1, which compiles for an hour on many cores.
 FROM environment AS flash-attn

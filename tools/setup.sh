@@ -48,7 +48,8 @@ install_lock() {
     awk '/^[^ ]/ { inside = /^uv==/ } inside' requirements.lock >"$uv_lines"
     if .venv/bin/python -m pip install -qq --require-hashes --no-deps -r "$uv_lines" >&2; then
         say "installing the $packages packages of requirements.lock with uv"
-        .venv/bin/uv pip install --quiet --python .venv/bin/python --require-hashes -r requirements.lock
+        .venv/bin/uv pip install --quiet --python .venv/bin/python --build-constraints requirements.lock \
+            --require-hashes -r requirements.lock
     else
         say "uv could not be installed; installing the $packages packages of requirements.lock with pip (slower)"
         .venv/bin/python -m pip install -qq --require-hashes -r requirements.lock >&2

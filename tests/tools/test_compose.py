@@ -113,7 +113,7 @@ def test_the_base_is_pinned_and_the_image_is_not_root(repo: Path) -> None:
     assert len(stages) == len(re.findall("^FROM ", text, re.MULTILINE))
     assert {"runtime", "test"} <= {name for _, name in stages}
     assert {source for source, _ in stages} <= {"${BASE_IMAGE}", *(name for _, name in stages)}
-    assert "--require-hashes -r requirements.lock" in text
+    assert "--build-constraints requirements.lock --require-hashes -r requirements.lock" in text
     assert re.findall(r"^USER (\S+)$", text, re.MULTILINE) == ["1000:1000"]
     assert "HEALTHCHECK" not in text
     # An engine lays volumes of its own over a mounted checkout.
