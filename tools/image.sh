@@ -71,10 +71,14 @@ explain() { # $1: what a failed build said
     local said="see above; disk: $engine system df, again from nothing: BUILD_OPTIONS=--no-cache"
     if grep -qiE 'no space left' "$1"; then
         said="the disk is full: make room, as in: $engine system prune"
-    elif grep -qiE 'no such host|network is unreachable|could not resolve|temporary failure|name or service not known|i/o timeout|connection refused|dns error' "$1"; then
+    elif grep -qiE 'no such host|server misbehaving|tls handshake timeout|network is unreachable|could not resolve|temporary failure|name or service not known|i/o timeout|connection refused|dns error' "$1"; then
         said="no network: the first build fetches the base and the packages. Build where there is one, then carry it over: make build PUSH=<registry>/<name>, or $engine save $(tag) and $engine load"
     fi
-    if grep -qi 'buildx' "$1"; then
+    if grep -qE 'E: Version .* was not found' "$1"; then
+        said="the distribution no longer has a pinned system package: renew SYSTEM_PACKAGES in the Dockerfile"
+    elif grep -qiE 'toomanyrequests|pull rate limit' "$1"; then
+        said="the registry of the base wants you to wait, or to log in: $engine login"
+    elif grep -qi 'buildx' "$1"; then
         said="docker's builder is missing: install the package docker-buildx-plugin (Debian, Ubuntu: docker-buildx)"
     elif grep -qi 'unqualified-search' "$1"; then
         said="$engine knows no registry for names without one: set unqualified-search-registries in /etc/containers/registries.conf to the one that has nvidia/cuda"
