@@ -48,8 +48,9 @@ install_lock() {
     awk '/^[^ ]/ { inside = /^uv==/ } inside' requirements.lock >"$uv_lines"
     if .venv/bin/python -m pip install -qq --require-hashes --no-deps -r "$uv_lines" >&2; then
         say "installing the $packages packages of requirements.lock with uv"
-        .venv/bin/uv pip install --quiet --python .venv/bin/python --build-constraints requirements.lock \
-            --require-hashes -r requirements.lock
+        # compiled now, once: where PYTHONDONTWRITEBYTECODE is set, every start would compile all of it again
+        .venv/bin/uv pip install --quiet --python .venv/bin/python --compile-bytecode \
+            --build-constraints requirements.lock --require-hashes -r requirements.lock
     else
         say "uv could not be installed; installing the $packages packages of requirements.lock with pip (slower)"
         .venv/bin/python -m pip install -qq --require-hashes -r requirements.lock >&2
