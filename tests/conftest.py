@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import fcntl
 import os
+import tempfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 # Test processes share the cores. Set before torch is imported; processes that tests start inherit it.
@@ -22,6 +23,14 @@ REPO = Path(__file__).resolve().parents[1]
 def repo() -> Path:
     """The repository's root."""
     return REPO
+
+
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """A folder that other users can reach, which those that pytest makes are not."""
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o755)
+        yield Path(name)
 
 
 @pytest.fixture(scope="session")

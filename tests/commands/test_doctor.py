@@ -75,15 +75,13 @@ def test_this_machine_with_one_fault(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @as_root
-def test_another_user_without_a_home(tmp_path: Path) -> None:
+def test_another_user_without_a_home(open_folder: Path) -> None:
     """Folders of somebody else, and a home that cannot be written."""
-    for folder in [tmp_path, *tmp_path.parents][:3]:
-        folder.chmod(0o755)   # what pytest makes is closed to others
-    (tmp_path / "runs").mkdir()
-    (tmp_path / "data").mkdir()
-    os.chown(tmp_path / "data", STRANGER, STRANGER)
-    env = {"HOME": str(tmp_path), "HF_HOME": str(tmp_path / "hub"), "TRITON_CACHE_DIR": ""}
-    found = child(cwd=tmp_path, env=env, uid=STRANGER)
+    (open_folder / "runs").mkdir()
+    (open_folder / "data").mkdir()
+    os.chown(open_folder / "data", STRANGER, STRANGER)
+    env = {"HOME": str(open_folder), "HF_HOME": str(open_folder / "hub"), "TRITON_CACHE_DIR": ""}
+    found = child(cwd=open_folder, env=env, uid=STRANGER)
     assert found["data/"]["status"] == "ok"
     assert found["runs/"]["status"] == "fail"
     assert f"belongs to uid 0 and this process is uid {STRANGER}: sudo chown" in found["runs/"]["remedy"]
@@ -220,18 +218,17 @@ def test_a_token_that_is_no_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @as_root
-def test_a_cache_behind_a_closed_folder(tmp_path: Path) -> None:
-    for folder in [tmp_path, *tmp_path.parents][:3]:
-        folder.chmod(0o755)
-    (tmp_path / "closed").mkdir(mode=0o700)
-    cache = child(cwd=tmp_path, env={"HF_HOME": f"{tmp_path}/closed/hub"}, uid=STRANGER)["Hugging Face cache"]
+def test_a_cache_behind_a_closed_folder(open_folder: Path) -> None:
+    (open_folder / "closed").mkdir(mode=0o700)
+    env = {"HF_HOME": str(open_folder / "closed" / "hub")}
+    cache = child(cwd=open_folder, env=env, uid=STRANGER)["Hugging Face cache"]
     assert cache["status"] == "fail"
     assert "export HF_HOME" in cache["remedy"]
 
 
 @as_root
-def test_no_home_at_all(tmp_path: Path) -> None:
-    home = child("env", "-u", "HOME", cwd=tmp_path, uid=STRANGER)["home"]
+def test_no_home_at_all(open_folder: Path) -> None:
+    home = child("env", "-u", "HOME", cwd=open_folder, uid=STRANGER)["home"]
     assert (home["status"], home["found"]) == ("warn", "there is none for this uid")
 
 

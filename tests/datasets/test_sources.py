@@ -276,13 +276,11 @@ except Exception as error: print(type(error).__name__, error)
 """
 
 
-def test_a_file_that_may_not_be_read(tmp_path: Path) -> None:
-    write_jsonl(tmp_path / "rows.jsonl", ROWS).chmod(0)
-    for folder in (tmp_path, *list(tmp_path.parents)[:2]):
-        folder.chmod(0o755)
+def test_a_file_that_may_not_be_read(open_folder: Path) -> None:
+    write_jsonl(open_folder / "rows.jsonl", ROWS).chmod(0)
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     command = [sys.executable, "-c", UNREADABLE]
-    out = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    out = subprocess.run(command, env=env, cwd=open_folder, capture_output=True, text=True, check=True).stdout
     assert out == "UserError cannot read rows.jsonl: Permission denied\n"
 
 

@@ -23,7 +23,7 @@ PACKS = {1: [1], 7: [3, 4], 22: [5, 1, 9, 7]}
 
 def trainer(sp):
     return SimpleNamespace(
-        sp_ulysses_degree=sp, ep_degree=1, fsdp_config=SimpleNamespace(hsdp_shard_size=0)
+        sp_ulysses_degree=sp, ep_degree=1, fsdp_config=SimpleNamespace(hsdp_shard_size=0), ddp_timeout=60
     )
 
 

@@ -44,7 +44,8 @@ def test_compose(engine: ModuleType, repo: Path, tmp_path: Path, monkeypatch: py
     (tmp_path / "compose.yaml").write_text((repo / "compose.yaml").read_text())
     (tmp_path / ".env").write_text("# a comment\nRUN_UID=7\nHF_TOKEN=secret\n")
     monkeypatch.setenv("HF_CACHE", "/hub")
-    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    for name in ("HF_HUB_OFFLINE", "PRESET", "NGPU", "FRESH", "WANDB_MODE", "WANDB_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
     asked = engine.parse_compose(["run", "--rm", "train-cpu", "recipes/mine/launch.sh", "a=1"], tmp_path)
     assert (asked.image, asked.user) == ("lmms-engine:local", "7:1000")
     assert asked.command == ["recipes/mine/launch.sh", "a=1"]

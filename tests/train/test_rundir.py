@@ -137,11 +137,9 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root, to become another user")
-def test_a_folder_of_another_user_is_named(tmp_path):
-    closed = tmp_path / "closed"
+def test_a_folder_of_another_user_is_named(open_folder):
+    closed = open_folder / "closed"
     closed.mkdir(mode=0o755)
-    for parent in (tmp_path, *list(tmp_path.parents)[:2]):
-        parent.chmod(0o755)
     pid = os.fork()
     if pid == 0:  # a child under another uid, since root may write everywhere
         os.setuid(65534)
