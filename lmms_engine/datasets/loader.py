@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from lmms_engine.config import DatasetSection, Job
     from lmms_engine.datasets.processor import Processor
 
-STATE_VERSION = 1
+STATE_VERSION = 2   # 1: before weights were of rows
 GRACE_SECONDS = 30             # that a worker lives on after SIGTERM
 PREFETCH_PACKS = 2  # per worker
 EVAL_ROWS_PER_SHARD = 64  # evaluation uses few shards, so that its packs are full
@@ -262,7 +262,8 @@ class Loader:
         """Goes on from the state of all ranks; UserError names every setting and dataset that differs."""
         if merged.get("version") != STATE_VERSION:
             raise UserError(
-                f"the saved data state has version {merged.get('version')} (legal: {STATE_VERSION})"
+                f"the saved data state has version {merged.get('version')} (legal: {STATE_VERSION}): it is of another"
+                " version of the engine, whose order of rows differs; go on with that one, or begin anew (FRESH=1)"
             )
         now = {**self._identity, "processor": self.processor.fingerprint}
         differences = _differences(merged["identity"], now)
