@@ -262,8 +262,8 @@ class Loader:
         """Goes on from the state of all ranks; UserError names every setting and dataset that differs."""
         if merged.get("version") != STATE_VERSION:
             raise UserError(
-                f"the saved data state has version {merged.get('version')} (legal: {STATE_VERSION}): the engine"
-                " that wrote it deals rows in another order; go on with that engine, or begin anew (FRESH=1)"
+                f"the saved data state has version {merged.get('version')} (legal: {STATE_VERSION}): the"
+                " engine that wrote it deals rows in another order; go on with that engine, or begin anew (FRESH=1)"
             )
         now = {**self._identity, "processor": self.processor.fingerprint}
         differences = _differences(merged["identity"], now)
