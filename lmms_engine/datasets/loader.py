@@ -263,7 +263,7 @@ class Loader:
         if merged.get("version") != STATE_VERSION:
             raise UserError(
                 f"the saved data state has version {merged.get('version')} (legal: {STATE_VERSION}): the"
-                " engine that wrote it deals rows in another order; go on with that engine, or begin anew (FRESH=1)"
+                " engine that wrote it deals rows in another order; go on with it, or begin anew (FRESH=1)"
             )
         now = {**self._identity, "processor": self.processor.fingerprint}
         differences = _differences(merged["identity"], now)
