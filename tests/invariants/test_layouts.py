@@ -31,6 +31,8 @@ LAYOUTS = {
     "halves": [[[0], [1]], [[2], [3]]],
     "unlike": [[[3], [3, 0]], [[2], [1]]],
     "text and pictures": [[[3]], [[0, 1, 2]]],
+    "clip and picture": [[[2]], [[0]]],
+    "text alone on both": [[[3]], [[3, 3]]],
 }
 
 
