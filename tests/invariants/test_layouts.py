@@ -25,7 +25,7 @@ from tests.distributed import run_ranks
 pytestmark = pytest.mark.parametrize("family", tiny.FAMILIES)
 
 # Numbers of the tiny samples: 0 one picture, 1 two pictures and a clip, 2 a clip, 3 text only.
-# The last layout gives one rank text alone, with a stand-in, and the other everything else.
+# A rank that has text alone gets a stand-in picture.
 ONE_RANK = [[[0], [1], [2], [3]]]
 LAYOUTS = {
     "halves": [[[0], [1]], [[2], [3]]],
