@@ -68,6 +68,7 @@ def answers(chat: ChatTemplate, of: Row) -> str:
 
 
 def test_one_token_answers_over_three_turns(chat: ChatTemplate) -> None:
+    """B15: an off-by-one is visible at once."""
     picture = {"type": "image", "path": "a.png"}
     of = row(
         {"role": "user", "content": [picture, {"type": "text", "text": "first?"}]},
@@ -84,6 +85,7 @@ AWKWARD = (" red", "", "What?", "  two  spaces ", "naïve 🙂 日本", "user", 
 
 @pytest.mark.parametrize("answer", AWKWARD)
 def test_awkward_answers(chat: ChatTemplate, answer: str) -> None:
+    """B15: answers that begin with a space, are empty, or equal the question."""
     assert answers(chat, row("What?", answer, "What?", answer)) == f"{answer}{END}" * 2
 
 
@@ -140,6 +142,94 @@ def test_a_call_without_text_is_one_turn(chat: ChatTemplate) -> None:
     learnt = answers(chat, of)
     assert learnt.startswith("<tool_call>")
     assert learnt.count(END) == 1
+
+
+# Every form of system turn, tools and calls (B05) ----------------------------------------------------
+
+OBEY = "Sei höflich."
+USE = {"ort": "Köln", "n": 3}
+ASK, RESULT, REPLY = "weather?", "rain 12 °C", "Bad."
+SYSTEMS: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
+    "first turn": ([{"from": "system", "value": OBEY}], {}),
+    "top level": ([], {"system": OBEY}),
+    "both": ([{"from": "system", "value": OBEY}], {"system": OBEY}),
+}
+TOOL_FORMS = {
+    "list": TOOLS,
+    "JSON": json.dumps(TOOLS),
+    "JSON of letters": json.dumps([{"type": "function", "function": TOOLS[0]}], ensure_ascii=False),
+}
+ARGUMENTS = {
+    "dict": USE,
+    "JSON": json.dumps(USE),
+    "JSON of letters": json.dumps(USE, ensure_ascii=False),
+}
+
+
+def openai_turns(arguments: Any, *, said: bool) -> list[dict[str, Any]]:
+    """said: the call comes with text; else its message has no `content` at all."""
+    function = {"name": "wetter", "arguments": arguments}
+    call = {"role": "assistant", "tool_calls": [{"type": "function", "id": "1", "function": function}]}
+    return [
+        {"role": "user", "content": ASK},
+        {**call, "content": "I look."} if said else call,
+        {"role": "tool", "content": RESULT, "tool_call_id": "1"},
+        {"role": "assistant", "content": REPLY},
+    ]
+
+
+def sharegpt_turns(arguments: Any, *, said: bool) -> list[dict[str, Any]]:
+    return [
+        {"from": "human", "value": ASK},
+        *([{"from": "gpt", "value": "I look."}] if said else []),
+        {"from": "function_call", "value": json.dumps({"name": "wetter", "arguments": arguments})},
+        {"from": "observation", "value": RESULT},
+        {"from": "gpt", "value": REPLY},
+    ]
+
+
+@pytest.mark.parametrize("said", [True, False])
+@pytest.mark.parametrize("arguments", ARGUMENTS)
+@pytest.mark.parametrize("tools", TOOL_FORMS)
+@pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.parametrize("form", ["messages", "conversations"])
+def test_nothing_of_a_conversation_with_tools_is_lost_or_bent(
+    chat: ChatTemplate, form: str, system: str, tools: str, arguments: str, said: bool
+) -> None:
+    """B05: all forms give the one text; what it must hold stands in it, what is learnt is what was said."""
+    first, keys = SYSTEMS[system]
+    turns = openai_turns if form == "messages" else sharegpt_turns
+    if form == "messages":
+        first = [{"role": "system", "content": OBEY}] * len(first)
+    talk = [*first, *turns(ARGUMENTS[arguments], said=said)]
+    of = parse_row({form: talk, "tools": TOOL_FORMS[tools], **keys}, Path("/data"))
+    text = chat.render(of).text
+    assert text.count(OBEY) == 1
+    assert '"name": "wetter"' in text.split(ASK)[0]
+    assert "Grüße" in text.split(ASK)[0]
+    assert text.count("<|im_start|>assistant\n") == 2   # text and call are one, then the reply
+    assert text.count(RESULT) == 1
+    learnt = answers(chat, of)
+    call, reply, rest = learnt.split(END)
+    assert call.startswith("I look.\n<tool_call>" if said else "<tool_call>")
+    assert json.loads(call.split("<tool_call>\n")[1].split("\n</tool_call>")[0]) == {
+        "name": "wetter", "arguments": USE
+    }  # fmt: skip
+    assert "Köln" in call   # as letters, in no other writing
+    assert (reply, rest) == (REPLY, "")
+
+
+@pytest.mark.parametrize("role", ["user", "assistant", "system"])
+def test_an_empty_list_of_parts_is_an_empty_turn(chat: ChatTemplate, role: str) -> None:
+    """B05: `[]` is neither dropped nor printed."""
+    turns = [{"role": role, "content": []}] if role == "system" else []
+    turns += [
+        {"role": "user", "content": [] if role == "user" else "q"},
+        {"role": "assistant", "content": [] if role == "assistant" else "a"},
+    ]
+    of = row(*turns)
+    assert f"<|im_start|>{role}\n<|im_end|>\n" in chat.render(of).text
+    assert answers(chat, of) == ("" if role == "assistant" else "a") + END
 
 
 def test_a_template_that_drops_tools_or_media_is_noticed(tokenizer: Any) -> None:
@@ -227,6 +317,7 @@ def test_a_row_without_answers_supervises_nothing(chat: ChatTemplate) -> None:
 
 
 def test_end_marker_is_supervised_when_it_is_the_pad_token(tokenizer: Any) -> None:
+    """B18: a pad id is no mask."""
     same = build_tokenizer()
     same.pad_token = same.eos_token
     of = row("q", "a", "r", "b")
