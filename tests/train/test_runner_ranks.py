@@ -18,6 +18,7 @@ from lmms_engine.config import Job
 from lmms_engine.datasets.collate import collate
 from lmms_engine.datasets.schema import parse_row
 from lmms_engine.errors import Terminated
+from lmms_engine.parallel.mesh import build_mesh
 from lmms_engine.segments import RowRef
 from lmms_engine.train import TrainRunner, checkpoint
 from lmms_engine.train.evaluate import evaluate
@@ -36,7 +37,8 @@ def _files(corpus: Path, *names: str) -> list[dict]:
 
 def _config(corpus: Path, run_dir: Path, **changes) -> dict:
     heldout = _files(corpus, "heldout", "other")
-    return make_config(corpus, run_dir, **{"data__eval_datasets": heldout, **changes})
+    waits = {"trainer__ddp_timeout": 30}   # a rank that goes on alone fails the tests soon
+    return make_config(corpus, run_dir, **{"data__eval_datasets": heldout, **waits, **changes})
 
 
 def _equal(corpus: Path, run_dir: Path, **changes) -> dict:
@@ -53,6 +55,7 @@ def _stop_when(run_dir: Path, steps: int) -> None:
 
 
 def _all_on_two_ranks(mesh, equal, unlike, stopped):
+    mesh = build_mesh(Job.from_dict(equal).trainer)
     runner = TrainRunner(Job.from_dict(equal), mesh).build()
     before = evaluate(runner.objective, runner.eval_loaders, mesh, seed=0)
     runner.run()
