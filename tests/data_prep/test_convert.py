@@ -77,6 +77,37 @@ def test_llava(tmp_path: Path) -> None:
     assert shown(second) == [("user", ["hi"]), ("assistant", ["hello"])]
 
 
+@pytest.mark.parametrize("place", ["first turn", "top level"])
+@pytest.mark.parametrize("form", ["list", "JSON"])
+def test_llava_keeps_system_turns_and_tools(tmp_path: Path, place: str, form: str) -> None:
+    """B05: neither the system text nor a tool or a call is lost on the way, nor a letter of them bent."""
+    system, odd = "Sei höflich.\u2028Immer.", "Köln\u0085"
+    tools = [{"name": "wetter", "description": "Grüße", "parameters": {"type": "object"}}]
+    call = {"name": "wetter", "arguments": {"ort": odd}}
+    turns = [
+        *([{"from": "system", "value": system}] if place == "first turn" else []),
+        {"from": "human", "value": "weather?"},
+        {"from": "gpt", "value": "I look."},
+        {"from": "function_call", "value": json.dumps(call, ensure_ascii=False)},
+        {"from": "observation", "value": "rain"},
+        {"from": "gpt", "value": "Bad."},
+    ]
+    raw = {"conversations": turns, "tools": tools if form == "list" else json.dumps(tools)}
+    raw |= {"system": system} if place == "top level" else {}
+    data = tmp_path / "d.jsonl"
+    data.write_bytes(json.dumps(raw, ensure_ascii=False).encode() + b"\n")
+    out = tmp_path / "rows.jsonl"
+    assert run("llava", data, out).exit_code == 0
+    (line,) = out.read_bytes().strip().split(b"\n")
+    row = parse_row(json.loads(line), tmp_path)
+    assert row.messages == parse_row(raw, tmp_path).messages
+    assert [message.role for message in row.messages] == ["system", "user", "assistant", "tool", "assistant"]
+    assert row.messages[0].text == system
+    assert row.messages[2].text == "I look."
+    assert row.messages[2].tool_calls[0].arguments == {"ort": odd}
+    assert [tool["function"] for tool in row.tools] == tools
+
+
 def test_alpaca(tmp_path: Path) -> None:
     rows = [
         {"instruction": "add", "input": "1 2", "output": "3", "system": "be short"},
