@@ -146,41 +146,6 @@ def test_templates_that_reorder_media_are_noticed(build: Build, sample: Make, tm
     assert caught.value.kind == "media_order"
 
 
-EXTREMES = [(1, 1), (27, 100), (1, 200), (1, 201), (5, 1001), (1024, 5), (3000, 4000)]
-# min and max pixels, then slots of each extreme; None: refused
-EXPECTED = {
-    "qwen2_5_vl": (56 * 56, 1280 * 28 * 28, [4, 4, 29, None, None, None, 1230]),
-    "qwen3_vl": (65_536, 1280 * 32 * 32, [64, None, None, None, None, None, None]),
-}
-
-
-def test_extreme_pictures(build: Build, family: str, sample: Make, tmp_path: Path) -> None:
-    least, most, expected = EXPECTED[family]
-    processor = build(extra_kwargs={"image_min_pixels": least, "image_max_pixels": most})
-    for (width, height), slots in zip(EXTREMES, expected, strict=True):
-        part = picture(tmp_path, width, height)
-        if max(width, height) / min(width, height) > 200:
-            with pytest.raises(BadRow, match=f"{width}×{height}") as caught:
-                sample(processor, [part], "a")
-            assert caught.value.kind == "aspect_ratio"
-            continue
-        of = sample(processor, [part], "a")
-        check_slots(processor, of)
-        if slots is not None:
-            assert int(of.media["image_grid_thw"].prod()) // 4 == slots
-
-
-def test_rotated_pictures_have_upright_grids(
-    build: Build, family: str, sample: Make, tmp_path: Path
-) -> None:
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    Image.fromarray(noise(100, 200, 3)).save(tmp_path / "r.jpg", exif=exif)
-    of = sample(build(), [{"type": "image", "path": "r.jpg"}], "a")
-    expected = {"qwen2_5_vl": [1, 14, 8], "qwen3_vl": [1, 12, 6]}
-    assert of.media["image_grid_thw"].tolist() == [expected[family]]
-
-
 @pytest.mark.parametrize(("count", "groups"), [(1, 1), (2, 1), (3, 2), (4, 2), (5, 3), (7, 4), (8, 4)])
 def test_odd_frame_counts(build: Build, sample: Make, tmp_path: Path, count: int, groups: int) -> None:
     processor = build()
