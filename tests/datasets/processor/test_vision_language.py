@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import av
 import numpy as np
 import pytest
 import torch
@@ -16,7 +17,7 @@ from PIL import Image
 from transformers import AutoProcessor, Qwen2_5_VLConfig, Qwen3VLConfig
 from transformers.video_utils import VideoMetadata
 
-from data_prep.clips import write_clip
+from data_prep.clips import encoder, write_clip
 from lmms_engine.datasets.loader import Loader
 from lmms_engine.datasets.processor.pixels import tower_kwargs
 from lmms_engine.datasets.processor.vision_language import Slots, mrope_positions
@@ -146,11 +147,32 @@ def test_templates_that_reorder_media_are_noticed(build: Build, sample: Make, tm
     assert caught.value.kind == "media_order"
 
 
+def file_of_frames(folder: Path, count: int) -> dict[str, str]:
+    """Also of a single one, which `write_clip` refuses."""
+    with av.open(str(folder / "n.mp4"), "w") as container:
+        stream = container.add_stream(encoder(), rate=8)
+        stream.width, stream.height, stream.pix_fmt = 128, 128, "yuv420p"
+        for i in range(count):
+            frame = av.VideoFrame.from_ndarray(noise(128, 128, 3, seed=i), format="rgb24")
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode(None))
+    return {"type": "video", "path": "n.mp4"}
+
+
+@pytest.mark.parametrize("form", ["pictures", "file"])
 @pytest.mark.parametrize(("count", "groups"), [(1, 1), (2, 1), (3, 2), (4, 2), (5, 3), (7, 4), (8, 4)])
-def test_odd_frame_counts(build: Build, sample: Make, tmp_path: Path, count: int, groups: int) -> None:
-    processor = build()
-    of = sample(processor, [frames(tmp_path, count)], "a")
-    assert of.media["image_grid_thw"][0, 0] == groups
+def test_odd_frame_counts(
+    build: Build, sample: Make, tmp_path: Path, count: int, groups: int, form: str
+) -> None:
+    """B13: clips of 128 x 128 of which every frame is used; one frame is repeated."""
+    processor = build(fps=8.0)
+    part = frames(tmp_path, count)
+    if form == "file":
+        part = file_of_frames(tmp_path, count)
+    of = sample(processor, [part], "a")
+    cells = {14: 10, 16: 8}[processor.patch]   # 140 is nearer to 128 than 112 is
+    assert of.media["image_grid_thw"].tolist() == [[groups, cells, cells]]
+    assert int((of.input_ids == processor.video_token).sum()) == groups * cells**2 // processor.merge**2
     check_slots(processor, of)
     # The last group is filled with the last frame: its two halves hold the same pixels.
     patches = pixel_values(processor, of.media).view(groups, -1, 3, 2, processor.patch, processor.patch)
@@ -247,13 +269,15 @@ def test_truncation_drops_whole_turns_with_their_media(build: Build, tmp_path: P
     assert len(sample(build(max_length=8, overlong="drop"))) == len(whole)
 
 
-@pytest.mark.parametrize("place", [0, 3, 6])
+@pytest.mark.parametrize("place", [0, 3, 5])
 @pytest.mark.parametrize("overlong", ["truncate", "drop"])
 def test_the_limit_never_separates_slots_and_features(
     build: Build, tmp_path: Path, overlong: str, place: int
 ) -> None:
-    """B11: rows of limit - 1, limit and limit + 1 tokens, pictures at the end and in the middle."""
+    """B11: rows of limit - 1, limit and limit + 1 tokens, the latter first, in the middle or last; pictures
+    longer than the limit, and across it."""
     limit, measure = 48, build()
+    unit = measure.patch * measure.merge
 
     def row(id_: str, words: int, *middle: Any, after: str = "so?") -> dict[str, Any]:
         text = [{"type": "text", "text": "a " * words}, *middle, {"type": "text", "text": after}]
@@ -261,34 +285,40 @@ def test_the_limit_never_separates_slots_and_features(
         turns = ("Hi", "ok", text, "yes")
         return {"id": id_, "messages": [{"role": r, "content": t} for r, t in zip(roles, turns, strict=True)]}
 
-    def length(of: dict[str, Any]) -> int:
-        return len(measure(parse_row(of, tmp_path), RowRef("test", 0, 0, "row")))
+    def tokens(of: dict[str, Any]) -> list[int]:
+        return measure(parse_row(of, tmp_path), RowRef("test", 0, 0, "row")).input_ids.tolist()
 
-    def sized(tokens: int) -> dict[str, Any]:
-        tries = (row(f"t{tokens}", words, after=end) for words in range(40) for end in ("", "b", "b?", "b?b"))
-        return next(of for of in tries if length(of) == tokens)
+    def sized(count: int) -> dict[str, Any]:
+        tries = (row(f"t{count}", words, after=end) for words in range(40) for end in ("", "b", "b?", "b?b"))
+        return next(of for of in tries if len(tokens(of)) == count)
 
-    small, large = picture(tmp_path, 64, 64), picture(tmp_path, 256, 256, "q.png")
-    rows = [sized(limit - 1), sized(limit), sized(limit + 1), row("small", 0, small)]
-    rows += [row("large", 1, large), row("middle", 15, small, after="b " * 10)]
-    rows.insert(place, row("long", 60))
-    lengths = {of["id"]: length(of) for of in rows}
+    small, across = picture(tmp_path, 64, 64), picture(tmp_path, 5 * unit, 4 * unit, "m.png")
+    large = picture(tmp_path, 8 * unit, 8 * unit, "q.png")
+    tries = (row("middle", words, across, after="b " * 10) for words in range(40))
+    middle = next(of for of in tries if tokens(of).index(measure.vision_start) == 30)
+    rows = [sized(limit - 1), sized(limit), row("small", 0, small), row("large", 1, large), middle]
+    rows.insert(place, sized(limit + 1))
+    lengths = {of["id"]: len(tokens(of)) for of in rows}
+    slots = {of["id"]: tokens(of).count(measure.image_token) for of in rows}
+    assert (lengths["t47"], lengths["t48"], lengths["t49"]) == (47, 48, 49)
+    assert (slots["large"], slots["middle"]) == (64, 20)   # 30 + 20 > 48: the limit falls into the picture
     job = make_job(
         write_jsonl(tmp_path / "rows.jsonl", rows), packing_length=limit, overlong=overlong,
-        num_logical_shards=1,
+        num_logical_shards=1, shuffle=False,
     )  # fmt: skip
     make = partial(build, max_length=limit, overlong=overlong)
     loader = Loader(job, make, dp_rank=0, dp_size=1)
     micros = [micro for step in steps_of_epoch(loader) for micro in step]
     seen = [of.id for micro in micros for of in micro.rows]
     skipped = {record.id: record.kind for record in loader.take_skipped()}
-    too_long = {id_ for id_, tokens in lengths.items() if tokens > limit}
-    assert too_long == {"long", "large", "middle", "t49"}
+    too_long = {id_ for id_, count in lengths.items() if count > limit}
+    assert too_long == {"large", "middle", "t49"}
     assert skipped == dict.fromkeys(too_long, "truncated" if overlong == "truncate" else "overlong")
     assert sorted(seen) == sorted(lengths if overlong == "truncate" else set(lengths) - too_long)
+    assert loader.skipped_total == (0 if overlong == "truncate" else 3)
     for micro in micros:
-        slots = (micro.input_ids == measure.image_token).sum() * measure.merge**2
-        assert slots == micro.media["image_grid_thw"].prod(1).sum() == len(micro.media["pixel_bytes"])
+        held = (micro.input_ids == measure.image_token).sum() * measure.merge**2
+        assert held == micro.media["image_grid_thw"].prod(1).sum() == len(micro.media["pixel_bytes"])
         assert 0 < micro.num_tokens <= limit
 
 
