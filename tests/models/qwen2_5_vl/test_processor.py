@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from PIL import Image
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
+from data_prep.clips import write_clip
 from data_prep.processors import qwen2_5_vl
 from lmms_engine.datasets.processor.pixels import tower_kwargs
 from lmms_engine.datasets.schema import parse_row
@@ -70,6 +72,7 @@ STEPS = {1.0: (0, 2, 4, 6), 0.5: (0, 1, 2, 3), 0.75: (0, 1, 3, 4), 1.5: (0, 3, 6
 def test_the_published_rule(
     processor: Qwen25VLProcessor, tmp_path: Path, seconds: float, expected: tuple[int, ...]
 ) -> None:
+    """B14: two positions a second, for whole seconds a group and for others."""
     assert temporal_steps(4, seconds, 2) == expected
     sample = processor(ask(tmp_path, frame_folder(tmp_path, 8, 2 / seconds)), REF)
     slots = (sample.input_ids == processor.video_token).nonzero().flatten()
@@ -78,6 +81,22 @@ def test_the_published_rule(
     assert tuple((times[:, 0] - times[0, 0]).tolist()) == expected
     # What follows starts after the largest index on any axis.
     assert (sample.position_ids[:, slots[-1] + 1] == sample.position_ids[:, slots].max() + 1).all()
+
+
+@pytest.mark.parametrize("fps", [2, 4])
+@pytest.mark.parametrize("clock", ["steady", "variable"])
+def test_the_clock_of_a_file(processor: Qwen25VLProcessor, tmp_path: Path, clock: str, fps: int) -> None:
+    """B14: 8 s are 16 positions, at either sampling, at a steady rate of 30 or one of 10 and then 30."""
+    times = [Fraction(i, 30) for i in range(240)]
+    if clock == "variable":
+        times = [Fraction(i, 10) for i in range(40)] + [4 + Fraction(i, 30) for i in range(120)]
+    write_clip(tmp_path / "c.mp4", [np.zeros((32, 32, 3), np.uint8)] * len(times), times)
+    sample = processor(ask(tmp_path, {"type": "video", "path": "c.mp4", "fps": fps}), REF)
+    groups = 4 * fps
+    assert sample.media["image_grid_thw"][0, 0] == groups
+    slots = (sample.input_ids == processor.video_token).nonzero().flatten()
+    positions = sample.position_ids[0, slots].view(groups, -1)[:, 0]
+    assert (positions - positions[0]).tolist() == list(range(0, 16, 4 // fps))
 
 
 def test_a_hair_under_a_whole_second_is_that_second() -> None:
@@ -106,9 +125,11 @@ def test_positions_equal_the_librarys_for_whole_seconds(
 
 
 def test_a_picture_beside_a_clip_is_not_scaled(processor: Qwen25VLProcessor, tmp_path: Path) -> None:
+    """B14: its index in time is constant, and that at which the text before it stopped."""
     sample = processor(ask(tmp_path, frame_folder(tmp_path, 8, 1.0), picture(tmp_path, 100, 160)), REF)
     slots = sample.input_ids == processor.image_token
-    assert len(set(sample.position_ids[0, slots].tolist())) == 1
+    before = int(slots.nonzero()[0]) - 1
+    assert set(sample.position_ids[0, slots].tolist()) == {int(sample.position_ids[0, before]) + 1}
 
 
 def test_tower_inputs_change_nothing(processor: Qwen25VLProcessor, model: Any, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from lmms_engine.datasets.processor.pixels import tower_kwargs
 from lmms_engine.datasets.schema import parse_row
 from lmms_engine.models.qwen3_vl.processor import Qwen3VLProcessor
 from lmms_engine.segments import RowRef
+from tests.datasets.test_video import SECOND, drawn
 
 REF = RowRef("test", 0, 0, "row")
 
@@ -70,16 +71,64 @@ def stamps(processor: Qwen3VLProcessor, sample: Any) -> list[str]:
     return [piece.split("<")[-1] for piece in text.split(" seconds>")[:-1]]
 
 
-def test_stamps_of_a_clip_spread_over_the_file(processor: Qwen3VLProcessor, tmp_path: Path) -> None:
-    times = [Fraction(i, 30) for i in range(240)]
-    write_clip(tmp_path / "c.mp4", [np.full((32, 32, 3), i, np.uint8) for i in range(240)], times)
-    sample = processor(ask(tmp_path, {"type": "video", "path": "c.mp4"}), REF)
-    assert stamps(processor, sample) == ["0.3", "1.3", "2.4", "3.5", "4.5", "5.6", "6.6", "7.7"]
+EIGHT_SECONDS = {
+    "steady": [Fraction(i, 30) for i in range(240)],
+    "variable": [Fraction(i, 10) for i in range(40)] + [4 + Fraction(i, 30) for i in range(120)],
+}
+# Of a steady file, by the library's own even spread over its frames
+SPREAD = {
+    2: "0.3 1.3 2.4 3.5 4.5 5.6 6.6 7.7",
+    4: "0.1 0.6 1.2 1.7 2.2 2.7 3.2 3.7 4.2 4.8 5.3 5.8 6.3 6.8 7.3 7.8",
+}
+# Of frames that were extracted at this rate: the middles of their pairs
+EXTRACTED = {
+    2: "0.2 1.2 2.2 3.2 4.2 5.2 6.2 7.2",
+    4: "0.1 0.6 1.1 1.6 2.1 2.6 3.1 3.6 4.1 4.6 5.1 5.6 6.1 6.6 7.1 7.6",
+}
 
 
-def test_stamps_of_extracted_frames(processor: Qwen3VLProcessor, tmp_path: Path) -> None:
-    sample = processor(ask(tmp_path, frame_folder(tmp_path, 16, 2.0)), REF)
-    assert stamps(processor, sample) == ["0.2", "1.2", "2.2", "3.2", "4.2", "5.2", "6.2", "7.2"]
+def shown(sample: Any) -> np.ndarray:
+    """The second that each frame group shows, by how bright it is."""
+    groups = int(sample.media["image_grid_thw"][0, 0])
+    pixels = torch.cat([sample.media["pixel_bytes"][:, None], sample.media["later_bytes"]], dim=1).float()
+    return (pixels.view(groups, -1).mean(1).numpy() - 20) / SECOND
+
+
+@pytest.mark.parametrize("fps", [2, 4])
+@pytest.mark.parametrize("clock", EIGHT_SECONDS)
+def test_stamps_of_a_clip_spread_over_the_file(
+    processor: Qwen3VLProcessor, tmp_path: Path, clock: str, fps: int
+) -> None:
+    """B14: 8 s that show their time. A group shows what its stamp says, whatever the rate of the file."""
+    times = EIGHT_SECONDS[clock]
+    write_clip(tmp_path / "c.mp4", drawn(times), times)
+    sample = processor(ask(tmp_path, {"type": "video", "path": "c.mp4", "fps": fps}), REF)
+    assert sample.media["image_grid_thw"].tolist() == [[4 * fps, 2, 2]]
+    said = stamps(processor, sample)
+    if clock == "steady":
+        assert said == SPREAD[fps].split()
+    assert len(said) == 4 * fps
+    # A stamp is rounded to a tenth, and the brightness to a 24th of a second.
+    np.testing.assert_allclose(np.array(said, dtype=float), shown(sample), atol=0.05 + 0.06)
+
+
+@pytest.mark.parametrize("fps", [2, 4])
+def test_stamps_of_extracted_frames(processor: Qwen3VLProcessor, tmp_path: Path, fps: int) -> None:
+    """B14: they are not sampled again, and keep the rate they were taken at."""
+    sample = processor(ask(tmp_path, frame_folder(tmp_path, 8 * fps, fps)), REF)
+    assert stamps(processor, sample) == EXTRACTED[fps].split()
+
+
+def test_a_picture_beside_a_clip_has_no_clock(processor: Qwen3VLProcessor, tmp_path: Path) -> None:
+    """B14: it is not scaled like a clip: one index in time, rows and columns from there."""
+    parts = [frame_folder(tmp_path, 16, 2.0), picture(tmp_path, 100, 160)]
+    sample = processor(ask(tmp_path, *parts), REF)
+    assert len(stamps(processor, sample)) == 8
+    slots = (sample.input_ids == processor.image_token).nonzero().flatten()
+    times, rows, columns = sample.position_ids[:, slots]
+    first = int(sample.position_ids[0, slots[0] - 1]) + 1
+    assert set(times.tolist()) == {first}
+    assert (int(rows.min()), int(columns.min())) == (first, first)
 
 
 def test_positions_equal_the_librarys(processor: Qwen3VLProcessor, model: Any, tmp_path: Path) -> None:
