@@ -65,7 +65,9 @@ class ChatTemplate:
         self.tokenizer, self.template, self.placeholders = tokenizer, template, dict(placeholders)
         special = [t.content for t in tokenizer.added_tokens_decoder.values() if t.special]
         special = sorted({*special, *tokenizer.all_special_tokens}, key=len, reverse=True)
-        named = {tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token, *placeholders.values()}
+        named = {tokenizer.bos_token, tokenizer.eos_token, *placeholders.values()}
+        if not _is_word(tokenizer, tokenizer.pad_token):   # nothing is padded: such a pad token is text
+            named.add(tokenizer.pad_token)
         reserved = [token for token in special if token in template or token in named]
         reserved += [token for token in placeholders.values() if token not in reserved]
         self._reserved = re.compile("|".join(re.escape(token) for token in reserved))
@@ -199,6 +201,11 @@ def cut_at_turn(length: int, ends: np.ndarray, max_length: int) -> int:
         why = f"its first question and answer are {ends[0]}" if len(ends) else "there is no answer to cut at"
         raise BadRow("overlong", f"{length} tokens, more than {max_length}, and {why}")
     return kept
+
+
+def _is_word(tokenizer: PreTrainedTokenizerFast, token: str | None) -> bool:
+    """Whether the vocabulary had the token before it was made a special one, as `!` with id 0 of Qwen's."""
+    return token is not None and tokenizer.backend_tokenizer.model.token_to_id(token) is not None
 
 
 def _check_shown(message: Message, i: int, shown: str) -> None:
