@@ -1,7 +1,8 @@
 """A toy vision-language model with the parts that sharding must handle, and data for it.
 
 It has a tower with blocks and a merger, a decoder, norms, a head tied to the embedding (or not), a frequency
-buffer that no checkpoint holds, and dropout where asked for.
+buffer that no checkpoint holds, and where asked for dropout and a parameter of one number, which leaves all
+ranks but one with an empty shard.
 """
 
 from __future__ import annotations
@@ -70,11 +71,12 @@ class ToyTower(nn.Module):
 
 
 class ToyDecoder(nn.Module):
-    def __init__(self, dropout: float) -> None:
+    def __init__(self, dropout: float, gain: bool) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(VOCAB, DIM)
         self.layers = nn.ModuleList(ToyBlock(dropout) for _ in range(2))
         self.norm = nn.LayerNorm(DIM)
+        self.gain = nn.Parameter(torch.ones(1)) if gain else None
         self.register_buffer("inv_freq", 1.0 / 10000 ** (torch.arange(DIM) / DIM), persistent=False)
 
     def forward(self, embeds: Tensor) -> Tensor:
@@ -82,14 +84,14 @@ class ToyDecoder(nn.Module):
         embeds = embeds + embeds.cumsum(0) / torch.arange(1, len(embeds) + 1)[:, None]
         for layer in self.layers:
             embeds = layer(embeds, scale=self.inv_freq)
-        return self.norm(embeds)
+        return self.norm(embeds) if self.gain is None else self.norm(embeds) * self.gain
 
 
 class ToyBody(nn.Module):
-    def __init__(self, dropout: float) -> None:
+    def __init__(self, dropout: float, gain: bool) -> None:
         super().__init__()
         self.visual = ToyTower(dropout)
-        self.language_model = ToyDecoder(dropout)
+        self.language_model = ToyDecoder(dropout, gain)
 
     def forward(self, ids: Tensor, pixels: Tensor | None) -> Tensor:
         embeds = self.language_model.embed_tokens(ids)
@@ -99,9 +101,9 @@ class ToyBody(nn.Module):
 
 
 class ToyModel(nn.Module):
-    def __init__(self, *, tied: bool = True, dropout: float = 0.0) -> None:
+    def __init__(self, *, tied: bool = True, dropout: float = 0.0, gain: bool = False) -> None:
         super().__init__()
-        self.model = ToyBody(dropout)
+        self.model = ToyBody(dropout, gain)
         self.lm_head = nn.Linear(DIM, VOCAB, bias=False)
         if tied:
             self.lm_head.weight = self.model.language_model.embed_tokens.weight
@@ -167,7 +169,9 @@ def build(mesh: Mesh, job: Job, *, seed: int = 0, fill: bool = True, **kinds: bo
     objective = ToyObjective(model)
     parallelize(objective, LAYOUT, mesh, job.trainer)
     weights = (lambda: reference_weights(seed, **kinds)) if fill else None
-    materialise(objective, model, mesh, weights, lambda: dict(reference(seed, **kinds).named_buffers()))
+    buffers = dict(reference(seed, **kinds).named_buffers())
+    offload = job.trainer.fsdp_config.cpu_offload
+    materialise(objective, model, mesh, weights, lambda: buffers, offload=offload)
     return objective
 
 
