@@ -169,12 +169,16 @@ def local_folder(path_or_id: str, *, weights: bool) -> Path:
 
 
 def build_meta(spec: ModelSpec, config: PretrainedConfig) -> nn.Module:
-    """The unmodified library model without storage, ties in place. Sizes that do not fit raise UserError."""
+    """The library model without storage, ties in place. Sizes that do not fit raise UserError."""
     try:
         with torch.device("meta"):
-            return spec.model_class(copy.deepcopy(config))
+            model = spec.model_class(copy.deepcopy(config))
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, ArithmeticError) as error:
         raise UserError(f"model_config: no {spec.name} can be built from this: {_line(error)}") from error
+    embed = model.get_submodule(spec.layout.embed) if spec.layout.embed else None
+    if isinstance(embed, nn.Embedding):
+        embed.padding_idx = None   # where the pad token is content too, it would get no gradient
+    return model
 
 
 def buffers(spec: ModelSpec, config: PretrainedConfig) -> dict[str, Tensor]:
