@@ -11,6 +11,7 @@ from transformers import PretrainedConfig, vision_utils
 from lmms_engine.datasets.batch import PackedBatch
 from lmms_engine.datasets.sample import Sample
 from lmms_engine.kernels import attention, experts
+from lmms_engine.kernels.fused_rotary import fuse_rotary
 from lmms_engine.kernels.loss_head import replace_head
 from lmms_engine.models.spec import MODELS
 from lmms_engine.objectives.next_token import NextToken
@@ -30,6 +31,8 @@ def build(family: str, *, rmpad: bool = True) -> tuple[NextToken, list[Sample]]:
     replace_head(model, spec.layout.head, fused=False)
     names = attention.install("sdpa") if rmpad else attention.LIBRARY
     attention.use(model, spec.layout.attention, names)
+    if rmpad:
+        fuse_rotary(model)
     if spec.layout.experts is not None:
         modules = resolve(model, spec.layout.experts)
         experts.use(model, modules, experts.install("loop") if rmpad else experts.LIBRARY)

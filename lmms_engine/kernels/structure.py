@@ -19,7 +19,7 @@ def is_rms_norm(module: nn.Module) -> bool:
     own = list(module.parameters(recurse=False))
     if not isinstance(weight, nn.Parameter) or weight.dim() != 1 or len(own) != 1 or list(module.children()):
         return False
-    return isinstance(getattr(module, "variance_epsilon", None), float) and _behaves(module, _rms_norm_probe)
+    return isinstance(getattr(module, "variance_epsilon", None), float) and behaves(module, _rms_norm_probe)
 
 
 def is_gated_silu_mlp(module: nn.Module) -> bool:
@@ -28,10 +28,11 @@ def is_gated_silu_mlp(module: nn.Module) -> bool:
     if not all(type(part) is nn.Linear for part in parts) or not hasattr(module, "act_fn"):
         return False
     weights = {id(p) for part in parts for p in part.parameters()}
-    return weights == {id(p) for p in module.parameters()} and _behaves(module, _gated_mlp_probe)
+    return weights == {id(p) for p in module.parameters()} and behaves(module, _gated_mlp_probe)
 
 
-def _behaves(module: nn.Module, probe: Callable[[nn.Module, nn.Module], bool]) -> bool:
+def behaves(module: nn.Module, probe: Callable[[nn.Module, nn.Module], bool]) -> bool:
+    """Whether `probe` says so of the module and a blank of its class, to which it gives small parts."""
     blank = type(module).__new__(type(module))
     nn.Module.__init__(blank)
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from lmms_engine.errors import UserError
-from lmms_engine.kernels import attention, experts, liger, loss_head, patch_embed, widen
+from lmms_engine.kernels import attention, experts, fused_rotary, liger, loss_head, patch_embed, widen
 from lmms_engine.models import hf
 from lmms_engine.models.spec import Layout, ModelSpec, for_type
 from lmms_engine.objectives import OBJECTIVES, build_objective
@@ -131,6 +131,7 @@ def apply_kernels(
         backend = attention.resolve(job.model.attn_implementation, device, dtype)
         names = attention.install(backend, exchange)
         patch_embed.apply_patch_projection(model)
+        fused_rotary.fuse_rotary(model)
     else:
         names = attention.LIBRARY
     attention.use(model, spec.layout.attention, names)
