@@ -114,6 +114,24 @@ def test_nothing_supervised_is_exactly_zero(fused: bool) -> None:
     assert head.weight.grad.abs().max() == 0
 
 
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("first", [True, False])
+def test_a_masked_micro_batch_beside_one_with_targets(first: bool) -> None:
+    """B17: the plain and the chunked loss agree that it adds 0 to the sum and to every gradient."""
+    hidden, labels, weights = inputs(varied=False)
+    reference, head = linear(), LossHead(linear(), fused=False)
+    h = hidden.clone().requires_grad_()
+    parts = [(h, labels, weights), (hidden.clone().requires_grad_(), labels * 0 - 100, weights * 0)]
+    losses = [head(*part) for part in (parts if first else parts[::-1])]
+    (sum(losses) / 7).backward()
+    expected = plain(reference, hidden, labels, weights)
+    (expected / 7).backward()
+    torch.testing.assert_close(sum(losses), expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(head.weight.grad, reference.weight.grad, atol=1e-7, rtol=1e-5)
+    assert parts[1][0].grad.abs().max() == 0
+    assert h.grad.isfinite().all()
+
+
 class Largest(TorchDispatchMode):
     """Remembers the largest tensor that any operator returned."""
 

@@ -12,6 +12,10 @@ TARGETS = (9, 1, 4, 2)
 PICTURES = (3, 0, 0, 5)
 
 
+# Rows of which nothing is learnt, with a picture and without: micro-batches 4 and 5
+MASKED = (4, 0)
+
+
 def micros():
     batches = []
     for i, (targets, pictures) in enumerate(zip(TARGETS, PICTURES, strict=True)):
@@ -19,7 +23,8 @@ def micros():
         batch.loss_weights[pictures : pictures + targets] = 1.0
         batch.labels[pictures : pictures + targets] = torch.arange(targets) + i
         batches.append(batch)
-    return batches
+    masked = [toy.batch([p + 7], pictures=p, seed=9 + p, supervised=0.0) for p in MASKED]
+    return [*batches, *masked]
 
 
 class Recorder:
@@ -57,7 +62,7 @@ def plain():
     """The definition: sum over all targets / their number, unsharded, in one backward."""
     model = toy.reference()
     objective = toy.ToyObjective(model)
-    loss = sum(objective(micro)["ce"] for micro in micros()) / sum(TARGETS)
+    loss = sum(objective(micro)["ce"] for micro in micros()[:4]) / sum(TARGETS)
     loss.backward()
     return float(loss.detach()), toy.gradients(model)
 
@@ -90,6 +95,17 @@ def test_two_ranks_with_unlike_modalities_and_targets_equal_one_process(windows)
     check(second, want)
 
 
+def test_a_masked_micro_batch_among_others_adds_nothing(mesh):
+    """B17: the gradients of the same step without it, also where its picture went through the tower."""
+    check(one_step(mesh, [[0, 4, 1, 2, 5, 3]]), plain())
+
+
+def test_a_rank_with_nothing_to_learn_adds_nothing():
+    """B17: all that one rank has is masked."""
+    for result in run_ranks(one_step, 2, [[0, 1, 2, 3], [4, 5, 4, 5]]):
+        check(result, plain())
+
+
 def test_weights_of_nothing_divide_by_one():
     parts = {"ce": torch.tensor(0.0), "aux": torch.tensor(6.0)}
     assert combine(parts, {"ce": 0.0, "aux": 3.0}, {"ce": 1.0, "aux": 2.0}) == 4.0
@@ -101,10 +117,11 @@ def test_metrics_take_no_part_in_the_loss():
 
 
 def test_a_step_without_targets_moves_nothing(mesh):
+    """B17: nobody has a target."""
     objective = toy.build(mesh, toy.job())
     before = toy.weights(objective.model)
     backend = Recorder(objective, mesh)
     blank = toy.batch([4], pictures=0, seed=0, supervised=0.0)
-    stats = train_step(objective, backend, [blank], mesh, torch.Generator())
+    stats = train_step(objective, backend, [blank, *micros()[4:]], mesh, torch.Generator())
     assert stats.totals == {"ce": 0.0}
     assert all(torch.equal(weight, before[name]) for name, weight in toy.weights(objective.model).items())
