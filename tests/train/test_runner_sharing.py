@@ -13,11 +13,13 @@ from lmms_engine.commands.inspect import batches
 from lmms_engine.config import Job
 from lmms_engine.train import TrainRunner
 from lmms_engine.train.metrics import batch_records, read_lines
+from tests import toy
 from tests.distributed import run_ranks
-from tests.runs import logged, make_config, row_ids, train
+from tests.runs import logged, make_config, make_row, row_ids, train, write_rows
 
 pytestmark = pytest.mark.xdist_group("shared sequences")
 STEPS = 4
+SHARED_BY = (1, 2, 4)   # ranks of a sequence
 
 
 def _config(corpus: Path, run_dir: Path, *, accumulate: int, **trainer: Any) -> dict[str, Any]:
@@ -54,11 +56,32 @@ def _back_to_step_2(mesh, config: dict[str, Any], run_dir: Path) -> None:
     mesh.barrier()
 
 
-def _on_four_ranks(mesh, pairs, wide):
+def _copies(corpus: Path, folder: Path, sp: int) -> dict[str, Any]:
+    """Four ranks, each data rank with a copy of one row about a picture."""
+    ranks = 4 // sp
+    rows = folder / f"copies-{ranks}.jsonl"
+    write_rows(rows, [make_row("the one", 4)] * ranks)
+    return make_config(
+        corpus, folder / f"sp-{sp}", data__datasets=[{"path": str(rows)}], data__num_logical_shards=ranks,
+        trainer__gradient_accumulation_steps=1, trainer__max_steps=1, trainer__sp_ulysses_degree=sp,
+    )  # fmt: skip
+
+
+def _gradients(config: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Trains one step; the whole gradients before it is clipped."""
+    runner = TrainRunner(Job.from_dict(config)).build()
+    found: dict[str, torch.Tensor] = {}
+    model = runner.objective.model
+    runner.backend.optimizer.register_step_pre_hook(lambda *_: found.update(toy.gradients(model)))
+    runner.run()
+    return found
+
+
+def _on_four_ranks(mesh, pairs, wide, copies):
     seen = _watched(pairs)
     _back_to_step_2(mesh, pairs, Path(wide["trainer_args"]["output_dir"]))
     train(None, wide)
-    return seen
+    return seen, [_gradients(config) for config in copies]
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +91,9 @@ def four_ranks(corpus, tmp_path_factory):
     fsdp = {"activation_checkpointing": True, "hsdp_shard_size": 2}
     pairs = _config(corpus, folder / "pairs", accumulate=1, sp_ulysses_degree=2)
     wide = _config(corpus, folder / "wide", accumulate=2, sp_ulysses_degree=4, fsdp_config=fsdp)
-    return folder, pairs, run_ranks(_on_four_ranks, 4, pairs, wide, timeout=300)
+    (folder / "images").symlink_to(corpus / "images")
+    copies = [_copies(corpus, folder, sp) for sp in SHARED_BY]
+    return folder, pairs, run_ranks(_on_four_ranks, 4, pairs, wide, copies, timeout=300)
 
 
 def _same_numbers(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> None:
@@ -107,10 +132,24 @@ def test_ranks_of_a_sequence_read_the_same_rows_and_data_ranks_different_ones(fo
 
 
 def test_random_numbers_agree_inside_a_sequence_and_differ_between_data_ranks(four_ranks):
-    _, _, seen = four_ranks
+    seen = [rank for rank, _ in four_ranks[2]]
     assert seen[0] == seen[1]
     assert seen[2] == seen[3]
     for column in range(2):
         seeds = [{entry[column] for entry in seen[rank]} for rank in (0, 2)]
         assert all(len(each) >= STEPS for each in seeds)   # and no two steps draw alike
         assert not seeds[0] & seeds[1]
+
+
+def test_one_row_is_one_number_whether_copied_or_shared(four_ranks):
+    """Four copies on four data ranks, two on two pairs, one on all four: nothing is divided by the ranks."""
+    folder, _, ranks = four_ranks
+    rows = [logged(folder / f"sp-{sp}")[0] for sp in SHARED_BY]
+    assert [row["samples"] for row in rows] == [4, 2, 1]
+    assert len({row["supervised_tokens"] / row["samples"] for row in rows}) == 1
+    for row in rows[1:]:
+        assert row["loss"] == pytest.approx(rows[0]["loss"], rel=1e-6)
+        assert row["grad_norm"] == pytest.approx(rows[0]["grad_norm"], rel=1e-5)
+    for _, gradients in ranks:
+        for shared in gradients[1:]:
+            toy.assert_same_gradients(shared, gradients[0])
