@@ -224,6 +224,7 @@ FSDP: dict[str, Any] = {
     "reshard_after_forward": Kept(),
     "activation_checkpointing": Kept(),
     "hsdp_shard_size": Kept(),
+    "cpu_offload": Kept(),
     "fsdp_transformer_layer_cls_to_wrap": Alias("trainer_args.fsdp_config.transformer_layer_cls_to_wrap"),
     "fsdp_reshard_after_forward": Alias("trainer_args.fsdp_config.reshard_after_forward"),
     "fsdp_activation_checkpointing": Alias("trainer_args.fsdp_config.activation_checkpointing"),
@@ -235,7 +236,10 @@ FSDP: dict[str, Any] = {
         ("state_dict_type", "fsdp_state_dict_type"), Inert(("sharded_state_dict", "SHARDED_STATE_DICT"))
     ),
     **dict.fromkeys(("version", "fsdp_version"), Inert((2,))),
-    **dict.fromkeys(("cpu_offload", "fsdp_offload_params"), Inert((False,), "there is no offload")),
+    **dict.fromkeys(
+        ("offload_params", "fsdp_offload_params", "fsdp_cpu_offload"),
+        Alias("trainer_args.fsdp_config.cpu_offload"),
+    ),
     # Scheduling and loading details of FSDP1; FSDP2 has no such choice.
     **dict.fromkeys(
         ("forward_prefetch", "fsdp_forward_prefetch", "use_orig_params", "fsdp_use_orig_params",
@@ -327,7 +331,10 @@ TRAINER: dict[str, Any] = {
     # Layout
     "tp_degree": Inert((1,), "use fsdp_config and sp_ulysses_degree"),
     "parallelism_config": Inert((), "use sp_ulysses_degree, ep_degree and fsdp_config"),
-    "fsdp": Inert(([], "", "full_shard", "full_shard auto_wrap", True), "sharding is always full"),
+    "fsdp": Inert(
+        ([], "", "full_shard", "full_shard auto_wrap", True),
+        "sharding is always full; for offload use fsdp_config.cpu_offload",
+    ),
     "fsdp_min_num_params": UNITS,
     "ddp_backend": Inert(("nccl", "gloo"), "the backend follows the device"),
     **dict.fromkeys(

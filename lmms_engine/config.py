@@ -155,6 +155,7 @@ class FsdpConfig(Section):
     reshard_after_forward: bool = True
     activation_checkpointing: Recomputed = True   # all blocks, none, those of the towers, or by pattern
     hsdp_shard_size: Annotated[int, Field(ge=0)] = 0
+    cpu_offload: bool = False   # parameters, gradients and optimiser rest in the host's memory
 
 
 class TrainerSection(Section):

@@ -74,6 +74,11 @@ def deepspeed_problems(job: Job) -> list[str]:
             "trainer_args.fsdp_config.reshard_after_forward=false: DeepSpeed has no such choice (legal: "
             f"true; to keep parameters gathered use {PATH}.zero_optimization.stage: 2)"
         )
+    if trainer.fsdp_config.cpu_offload:
+        problems.append(
+            "trainer_args.fsdp_config.cpu_offload=true: not possible with trainer_type=deepspeed_trainer "
+            f"(legal: false; use {PATH}.zero_optimization.offload_optimizer and offload_param)"
+        )
     if given is None:
         return [*problems, f"{PATH}: missing (legal: a ZeRO JSON file or mapping)"]
     return problems + _top_problems(given, trainer) + _zero_problems(given.get("zero_optimization"), trainer)

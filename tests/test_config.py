@@ -132,6 +132,7 @@ class TestDefaults:
                     "reshard_after_forward": True,
                     "activation_checkpointing": True,
                     "hsdp_shard_size": 0,
+                    "cpu_offload": False,
                 },
                 "deepspeed": None,
                 "sp_ulysses_degree": 1,

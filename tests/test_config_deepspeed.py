@@ -111,6 +111,10 @@ def test_a_file_is_read_where_it_is_given_and_overlays_merge(tmp_path: Path, mon
             tree(zero(), fsdp_config={"reshard_after_forward": False}),
             "fsdp_config.reshard_after_forward=false: DeepSpeed has no such choice",
         ),
+        (
+            tree(zero(), fsdp_config={"cpu_offload": True}),
+            "fsdp_config.cpu_offload=true: not possible with trainer_type=deepspeed_trainer (legal: false;",
+        ),
         (tree({}), "zero_optimization.stage=null: not legal (legal: 0, 1, 2, 3)"),
         (tree(zero(4)), "zero_optimization.stage=4: not legal"),
         (tree(zero(True)), "zero_optimization.stage=true: not legal"),

@@ -169,7 +169,9 @@ def build(mesh: Mesh, job: Job, *, seed: int = 0, fill: bool = True, **kinds: bo
     objective = ToyObjective(model)
     parallelize(objective, LAYOUT, mesh, job.trainer)
     weights = (lambda: reference_weights(seed, **kinds)) if fill else None
-    materialise(objective, model, mesh, weights, lambda: dict(reference(seed, **kinds).named_buffers()))
+    buffers = dict(reference(seed, **kinds).named_buffers())
+    offload = job.trainer.fsdp_config.cpu_offload
+    materialise(objective, model, mesh, weights, lambda: buffers, offload=offload)
     return objective
 
 

@@ -15,8 +15,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
     FSDPModule,
     MixedPrecisionPolicy,
+    OffloadPolicy,
     fully_shard,
     register_fsdp_forward_method,
 )
@@ -48,12 +50,19 @@ def tied_names(model: nn.Module) -> list[list[str]]:
 
 
 def apply_fsdp(
-    root: nn.Module, units: list[Unit], mesh: Mesh, *, bf16: bool, reshard_after_forward: bool
+    root: nn.Module,
+    units: list[Unit],
+    mesh: Mesh,
+    *,
+    bf16: bool,
+    reshard_after_forward: bool,
+    offload: bool = False,
 ) -> None:
     """Shards `root`: the units, inner ones first, then what is left as the root's own unit.
 
     bf16: compute in bfloat16 from float32 masters, gradients reduced in float32. Inputs are not cast: that
     would round rotary tables, interpolation and loss weights; the models cast their pixels themselves.
+    offload: shards and their gradients rest in the host's memory; the device has a unit while it is gathered.
     Modules that share a parameter must be in one unit: in two, the tie would break without a word.
     """
     ties = tied_names(root)
@@ -62,12 +71,15 @@ def apply_fsdp(
         reduce_dtype=torch.float32 if bf16 else None,
         cast_forward_inputs=False,
     )
+    # From pinned memory a GPU copies while it computes; without one there is no such memory, and no copy.
+    pinned = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda")
     for unit in [*units, Unit("root", (root,))]:
         target = unit.modules[0] if len(unit.modules) == 1 else list(unit.modules)
         fully_shard(
             target,
             mesh=unit.mesh or mesh.fsdp,
             mp_policy=policy,
+            offload_policy=pinned if offload else OffloadPolicy(),
             reshard_after_forward=reshard_after_forward,
             shard_placement_fn=partial(_cut, dim=unit.dim) if unit.dim else None,
         )
@@ -112,6 +124,8 @@ def materialise(
     mesh: Mesh,
     weights: Callable[[], Iterator[tuple[str, Tensor]]] | None,
     buffers: Callable[[], dict[str, Tensor]],
+    *,
+    offload: bool = False,
 ) -> None:
     """Gives the sharded meta tensors of `root` storage on the device, and `model` its values.
 
@@ -119,9 +133,11 @@ def materialise(
     buffer once (further names of a tied parameter may follow and are skipped). One full tensor lives on a
     device at a time. None leaves the values undefined, for a checkpoint that is loaded next.
     buffers: called on rank 0 alone; float32 values of the non-persistent buffers, which no checkpoint holds.
+    offload: as `apply_fsdp` was told; parameters then get host memory, buffers the device's.
     """
     ties = tied_names(root)
-    _to_empty(root, mesh.device)
+    _to_empty(root, torch.device("cpu") if offload else mesh.device)
+    _buffers_to(root, mesh.device)
     assert_ties(root, ties)
     _fill_buffers(model, _from_main(buffers, mesh), mesh.device)
     if weights is not None:
@@ -136,6 +152,13 @@ def _to_empty(root: nn.Module, device: torch.device) -> None:
         root.to_empty(device=device)
     finally:
         torch.__future__.set_swap_module_params_on_conversion(before)
+
+
+def _buffers_to(root: nn.Module, device: torch.device) -> None:
+    """Buffers stay on the device for good: nobody gathers them."""
+    for module in root.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:

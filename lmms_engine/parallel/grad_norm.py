@@ -31,7 +31,7 @@ def global_norm(parameters: Iterable[nn.Parameter], device: torch.device) -> Ten
     total = torch.zeros((), dtype=torch.float32, device=device)
     for (mesh, axes), grads in local.items():
         norms = torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float32))
-        square = norms.square().sum()
+        square = norms.square().sum().to(device)   # of gradients that rest in the host's memory too
         for axis in axes:
             if mesh is not None and mesh.size(axis) > 1:
                 dist.all_reduce(square, group=mesh.get_group(axis))

@@ -63,7 +63,8 @@ def build_model(
     parallelize(objective, spec.layout, mesh, job.trainer)
     source, seed = job.model.load_from_pretrained_path, job.trainer.seed
     weights = (lambda: hf.weight_stream(spec, config, source, seed)) if load_weights else None
-    materialise(objective, model, mesh, weights, lambda: hf.buffers(spec, config))
+    offload = job.trainer.fsdp_config.cpu_offload
+    materialise(objective, model, mesh, weights, lambda: hf.buffers(spec, config), offload=offload)
     return objective, spec, config
 
 
@@ -167,12 +168,14 @@ def parallelize(objective: Objective, layout: Layout, mesh: Mesh, trainer: Train
     table = format_table(objective, layout, units, blocks, recomputed, frozen)
     bf16 = computes_in_bf16(trainer, mesh.device)
     if trainer.deepspeed is None:   # otherwise ZeRO partitions what is filled, in its backend
-        apply_fsdp(objective, units, mesh, bf16=bf16, reshard_after_forward=settings.reshard_after_forward)
+        reshard, offload = settings.reshard_after_forward, settings.cpu_offload
+        apply_fsdp(objective, units, mesh, bf16=bf16, reshard_after_forward=reshard, offload=offload)
     if mesh.is_main:
         compute = "bfloat16" if bf16 else "float32"
         split = f"{mesh.world_size} ranks, {mesh.shard_size} to a copy of the parameters"
         split += f", {mesh.sp_size} to a sequence" if mesh.sp_size > 1 else ""
         split += f", {mesh.ep_size} to a set of experts" if mesh.ep_size > 1 else ""
+        split += ", offloaded to the host" if settings.cpu_offload else ""
         LOG.info("model: %s compute, float32 masters, %s\n%s", compute, split, table)
 
 

@@ -39,9 +39,13 @@ LAYOUTS: dict[str, tuple[int, list[list[list[int]]], dict[str, Any]]] = {
     "ep 2": (2, TWO, {"ep_degree": 2}),
     "ep 2, a rank without rows": (2, IDLE, {"ep_degree": 2}),
     "ep 2, experts frozen": (2, TWO, {"ep_degree": 2, "freeze_modules": ["model.layers.*.mlp.experts"]}),
+    "ep 2, on the host": (2, TWO, {"ep_degree": 2, "fsdp_config": {"cpu_offload": True}}),
     "ep 4": (4, FOUR, {"ep_degree": 4}),
     "ep 2 x fsdp 2": (4, FOUR, {"ep_degree": 2}),
     "ep 2 x hsdp 2": (4, FOUR, {"ep_degree": 2, "fsdp_config": {"hsdp_shard_size": 2}}),
+    "ep 2 x hsdp 2, on the host": (
+        4, FOUR, {"ep_degree": 2, "fsdp_config": {"hsdp_shard_size": 2, "cpu_offload": True}},
+    ),
     "ep 2 across sp 2": (2, [[[0, 1], [2, 3, 3]]], {"ep_degree": 2, "sp_ulysses_degree": 2}),
     "ep 2 x sp 2": (4, TWO, {"ep_degree": 2, "sp_ulysses_degree": 2}),
     "ep 4 x sp 2": (4, TWO, {"ep_degree": 4, "sp_ulysses_degree": 2}),

@@ -64,6 +64,7 @@ class AdamWBackend:
         for name, parameter in self._params.items():
             gradient = parameter.grad
             if gradient is not None:
+                gradient = gradient.to(self.mesh.device)   # where its ranks talk to one another
                 yield name, gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
 
     def check_finite(self) -> None:
@@ -83,7 +84,7 @@ class AdamWBackend:
     def _watch(self, norm: Tensor) -> None:
         """Remembers the norm of this step; on a CPU looking at it costs nothing, so it is done at once."""
         self._unchecked = (self._step, norm)
-        if self.mesh.device.type == "cpu":
+        if norm.device.type == "cpu":
             self.check_finite()
 
     def _require_gradients(self, without: list[str]) -> None:

@@ -111,12 +111,11 @@ def stir(model: nn.Module, seed: int) -> None:
     """
     for name, parameter in model.named_parameters():
         noise = NOISE * torch.randn(parameter.shape, generator=generator(seed, "verify", name))
-        noise = noise.to(parameter.device)
         if isinstance(parameter, DTensor):
             place = (parameter.device_mesh, parameter.placements)
-            parameter.to_local().add_(distribute_tensor(noise, *place, src_data_rank=None).to_local())
-        else:
-            parameter.add_(noise)
+            noise = distribute_tensor(noise, *place, src_data_rank=None).to_local()
+            parameter = parameter.to_local()
+        parameter.add_(noise.to(parameter.device))
 
 
 class _Watched:
