@@ -52,7 +52,10 @@ def _trackers(value: Any) -> Any:
 
 Names = Annotated[tuple[Name, ...], BeforeValidator(_listed)]
 OneOrMoreNames = Annotated[tuple[Name, ...], BeforeValidator(_one_or_more)]
-Recomputed = Annotated[bool | Literal["encoders"] | tuple[Name, ...], BeforeValidator(_listed)]
+Recomputed = Annotated[
+    bool | Literal["encoders", "selective"] | tuple[Name, ...] | dict[Name, Literal["full", "selective"]],
+    BeforeValidator(_listed),
+]
 Trackers = Annotated[tuple[Literal["wandb", "tensorboard"], ...], BeforeValidator(_trackers)]
 
 
@@ -153,7 +156,7 @@ class FsdpConfig(Section):
 
     transformer_layer_cls_to_wrap: OneOrMoreNames | None = None   # if given, exactly the layout's classes
     reshard_after_forward: bool = True
-    activation_checkpointing: Recomputed = True   # all blocks, none, those of the towers, or by pattern
+    activation_checkpointing: Recomputed = True   # parallel/activation_checkpoint.py
     hsdp_shard_size: Annotated[int, Field(ge=0)] = 0
     cpu_offload: bool = False   # parameters, gradients and optimiser rest in the host's memory
 

@@ -467,15 +467,19 @@ class TestNumbersAndKeys:
     def test_says_what_is_wrong(self, section: str, key: str, value: Any, expected: str) -> None:
         assert any(line.startswith(expected) for line in problems(base(**{section: {key: value}})))
 
-    @pytest.mark.parametrize("value", [5, "yess", [5], [""], {"a": 1}])
+    @pytest.mark.parametrize("value", [5, "yess", [5], [""], {"a": 1}, {"a": "partly"}])
     def test_a_key_of_several_kinds_names_them_all_once(self, value: Any) -> None:
         line = problem(base(trainer_args={"fsdp_config": {"activation_checkpointing": value}}))
         assert line == (
             f"trainer_args.fsdp_config.activation_checkpointing={show(value)}: not legal "
-            "(legal: true or false, or encoders, or a list of text that is not empty)"
+            "(legal: true or false, or encoders, selective, or a list of text that is not empty, "
+            "or a mapping)"
         )
 
-    @pytest.mark.parametrize("value", [True, False, "encoders", ["visual.blocks.*"]])
+    @pytest.mark.parametrize(
+        "value",
+        [True, False, "encoders", "selective", ["visual.*"], {"visual": "full", "a.*": "selective"}],
+    )
     def test_a_key_of_several_kinds_takes_each(self, value: Any) -> None:
         found = job(trainer_args={"fsdp_config": {"activation_checkpointing": value}})
         given = found.trainer.fsdp_config.activation_checkpointing

@@ -8,6 +8,7 @@ This is the only place where kernels and parallelism meet.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -20,7 +21,7 @@ from lmms_engine.models import hf
 from lmms_engine.models.spec import Layout, ModelSpec, for_type
 from lmms_engine.objectives import OBJECTIVES, build_objective
 from lmms_engine.objectives.base import Objective
-from lmms_engine.parallel.activation_checkpoint import apply_activation_checkpointing, choose_blocks
+from lmms_engine.parallel.activation_checkpoint import Kind, choose_blocks, recompute
 from lmms_engine.parallel.expert_parallel import (
     FSDP_DIM,
     TokenExchange,
@@ -161,7 +162,8 @@ def parallelize(objective: Objective, layout: Layout, mesh: Mesh, trainer: Train
     encoders = {name: tower for pattern in layout.encoders for name, tower in resolve(model, pattern).items()}
     check_wrapped_classes(settings.transformer_layer_cls_to_wrap, blocks, encoders)
     recomputed = choose_blocks(model, settings.activation_checkpointing, blocks, encoders)
-    apply_activation_checkpointing(recomputed)
+    for name, kind in recomputed.items():
+        recompute(blocks[name], kind)
     spread = resolve(model, layout.experts) if layout.experts is not None and mesh.ep is not None else {}
     units = [Unit(name, (module,), mesh.efsdp, FSDP_DIM) for name, module in spread.items()]
     units += plan_units(model, layout, blocks, encoders)
@@ -224,31 +226,31 @@ def format_table(
     layout: Layout,
     units: list[Unit],
     blocks: dict[str, nn.Module],
-    recomputed: dict[str, nn.Module],
+    recomputed: dict[str, Kind],
     frozen: list[str],
 ) -> str:
     """Patterns and what they matched, with trainable and frozen parameter counts. Call it before sharding."""
     spread = [unit for unit in units if unit.mesh is not None]
     alone = [unit for unit in units if unit.name not in blocks and unit.mesh is None]
     width = max(len(name) for name in (*layout.blocks, layout.experts or "", *(u.name for u in alone)))
-    lines = [f"  {'unit':<{width}} {'modules':>7} {'recompute':>9} {'parameters':>15} {'trainable':>15}"]
+    lines = [f"  {'unit':<{width}} {'modules':>7} {'recompute':>13} {'parameters':>15} {'trainable':>15}"]
     counted: set[int] = set()
 
-    def row(name: str, modules: list[nn.Module], recompute: str = "") -> None:
+    def row(name: str, modules: list[nn.Module], again: str = "") -> None:
         total = trainable = 0
         for parameter in (p for module in modules for p in module.parameters()):
             if id(parameter) not in counted:
                 counted.add(id(parameter))
                 total += parameter.numel()
                 trainable += parameter.numel() * parameter.requires_grad
-        lines.append(f"  {name:<{width}} {len(modules):>7} {recompute:>9} {total:>15,} {trainable:>15,}")
+        lines.append(f"  {name:<{width}} {len(modules):>7} {again:>13} {total:>15,} {trainable:>15,}")
 
     if spread:
         row(layout.experts, [module for unit in spread for module in unit.modules])
     for pattern in layout.blocks:
         matched = resolve(objective.model, pattern)
-        done = sum(name in recomputed for name in matched)
-        row(pattern, list(matched.values()), str(done) if done else "no")
+        how = Counter(recomputed[name] for name in matched if name in recomputed)
+        row(pattern, list(matched.values()), ", ".join(f"{how[kind]} {kind}" for kind in how) or "no")
     for unit in alone:
         row(unit.name, list(unit.modules))
     row("root: all the rest", [objective])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lmms_engine.parallel.activation_checkpoint import apply_activation_checkpointing
+from lmms_engine.parallel.activation_checkpoint import recompute
 from lmms_engine.parallel.fsdp import Unit, apply_fsdp, materialise
 from lmms_engine.parallel.grad_norm import clip_divisor, global_norm
 from lmms_engine.parallel.mesh import Mesh, build_mesh, leave_mesh
@@ -66,7 +66,8 @@ def build(mesh: Mesh, weights: Model | None) -> tuple[Root, torch.optim.AdamW]:
     with torch.device("meta"):
         model = Model()
     root = Root(model)
-    apply_activation_checkpointing({str(i): block for i, block in enumerate(model.blocks)})
+    for block in model.blocks:
+        recompute(block, "full")
     units = [Unit(f"block {i}", (block,)) for i, block in enumerate(model.blocks)]
     units.append(Unit("tied", (model.embed, model.norm, model.head)))
     apply_fsdp(root, units, mesh, bf16=True, reshard_after_forward=True)

@@ -11,7 +11,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 from lmms_engine.models.spec import MODELS
 from lmms_engine.objectives.next_token import NextToken
 from lmms_engine.objectives.routing import router_sums
-from lmms_engine.parallel.activation_checkpoint import apply_activation_checkpointing
+from lmms_engine.parallel.activation_checkpoint import recompute
 from lmms_engine.parallel.paths import resolve
 from lmms_engine.segments import Segments
 from lmms_engine.train.step import combine, total_weights
@@ -87,7 +87,8 @@ def test_accumulation_packing_and_recomputation_change_nothing(term: str) -> Non
     assert_same_gradients(gradients(objective(**{term: 1.0}), [[3, 1], [2, 0]]), want)
     assert_same_gradients(gradients(objective(**{term: 1.0}, rmpad=False), [[0, 1, 2, 3]]), want)
     again = objective(**{term: 1.0})
-    apply_activation_checkpointing(resolve(again.model, "model.layers.*"))
+    for block in resolve(again.model, "model.layers.*").values():
+        recompute(block, "full")
     assert_same_gradients(gradients(again, [[0, 1], [2, 3]]), want)
 
 
@@ -99,7 +100,8 @@ def test_four_equal_micro_batches_give_what_one_gives() -> None:
 def test_recomputation_counts_every_visit_once() -> None:
     """The routers' logits are taken in the forward alone: three layers, once each."""
     made = objective(aux=1.0, ce=1.0)
-    apply_activation_checkpointing(resolve(made.model, "model.layers.*"))
+    for block in resolve(made.model, "model.layers.*").values():
+        recompute(block, "full")
     _, samples = build(FAMILY)
     batch = pack(samples).to(CPU)
     _, logits = made._run(batch)

@@ -71,8 +71,8 @@ def test_the_resolved_table_names_every_unit(mesh, caplog):
         toy.build(mesh, toy.job(fsdp_config={"activation_checkpointing": True}))
     lines = [line.split() for line in caplog.text.splitlines()]
     rows = {words[0]: words[1:] for words in lines if words and words[0].startswith("model.")}
-    assert rows["model.language_model.layers.*"] == ["2", "2", "1,298", "1,298"]
-    assert rows["model.visual.blocks.*"] == ["2", "2", "1,298", "1,298"]
+    assert rows["model.language_model.layers.*"] == ["2", "2", "full", "1,298", "1,298"]
+    assert rows["model.visual.blocks.*"] == ["2", "2", "full", "1,298", "1,298"]
     assert "(tied)" in caplog.text
 
 
