@@ -124,6 +124,26 @@ def test_positions_equal_the_librarys_for_whole_seconds(
     assert torch.equal(sample.position_ids, theirs[:, 0])
 
 
+def test_text_after_a_long_clip_starts_above_it(
+    processor: Qwen25VLProcessor, model: Any, tmp_path: Path
+) -> None:
+    """B14: the published rule. The pinned release counts time alike and lets the text start inside the clip,
+    so a trained model is to be given our positions; once this fails, docs/data.md need not say so."""
+    sample = processor(ask(tmp_path, frame_folder(tmp_path, 16, 2.0)), REF)
+    ids, grids = sample.input_ids[None], sample.media["image_grid_thw"]
+    theirs, _ = model.get_rope_index(
+        ids,
+        mm_token_type_ids=2 * (ids == processor.video_token).int(),
+        video_grid_thw=grids,
+        second_per_grid_ts=torch.tensor([1.0]),
+    )
+    slots = (sample.input_ids == processor.video_token).nonzero().flatten()
+    after, start = slots[-1] + 1, int(sample.position_ids[0, slots[0]])
+    assert torch.equal(sample.position_ids[:, :after], theirs[:, 0, :after])
+    assert sample.position_ids[:, after].tolist() == [start + 14 + 1] * 3
+    assert theirs[:, 0, after].tolist() == [start + max(grids[0, 1:].tolist()) // 2] * 3
+
+
 def test_a_picture_beside_a_clip_is_not_scaled(processor: Qwen25VLProcessor, tmp_path: Path) -> None:
     """B14: its index in time is constant, and that at which the text before it stopped."""
     sample = processor(ask(tmp_path, frame_folder(tmp_path, 8, 1.0), picture(tmp_path, 100, 160)), REF)
