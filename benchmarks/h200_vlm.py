@@ -10,7 +10,6 @@ Weights are random, pictures are JPEG files that the real loader decodes. Each c
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import logging
 import statistics
@@ -25,9 +24,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.nn.functional as F
-from common import FAMILY, model_config, write_chats
+from common import FAMILY, write_chats
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from vlm import fill, make_job, release, synchronize, table
 
 from data_prep.processors import write_processors
 from lmms_engine.config import Job
@@ -46,28 +46,6 @@ from lmms_engine.train.parallelize import apply_kernels, build_model
 from lmms_engine.train.runner import frozen_names
 from lmms_engine.train.seed import generator
 from lmms_engine.train.step import train_step
-
-
-def make_job(size: str, data: Path, processor: Path, *, cut: int | None = None, **changes: Any) -> Job:
-    """The job of a benchmark; `changes` go to trainer_args, `packing_length` to the data."""
-    packing_length = changes.pop("packing_length")
-    return Job.from_dict(
-        {
-            "model_config": {"load_from_config": model_config(size, cut=cut)},
-            "dataset_config": {
-                # several times over, so that an epoch is long and few packs are its part-filled last ones
-                "datasets": [{"path": str(data)}] * changes.pop("repeats", 1),
-                "processor_config": {"processor_name": str(processor / FAMILY[size])},
-                "packing_length": packing_length,
-                "num_logical_shards": changes.pop("num_logical_shards", 8),
-            },
-            "trainer_args": {
-                "max_steps": 1000, "lr_scheduler_type": "constant", "warmup_ratio": 0.0, "report_to": "none",
-                "freeze_modules": [],
-            } | changes,
-        }
-    )  # fmt: skip
-
 
 # ---- numerics ----------------------------------------------------------------------------------------
 
@@ -147,9 +125,9 @@ def cpu_reference(job: Job, state: dict[str, Tensor], batch: PackedBatch) -> tup
     spec = for_type(config.model_type)
     model = hf.build_meta(spec, config)
     model.load_state_dict(state, strict=False, assign=True)
-    for name, table in hf.buffers(spec, config).items():
+    for name, buffer in hf.buffers(spec, config).items():
         owner, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(owner), leaf, table)
+        setattr(model.get_submodule(owner), leaf, buffer)
     model.tie_weights()
     model.requires_grad_(True)
     apply_kernels(model, spec, plain, torch.device("cpu"))
@@ -214,21 +192,22 @@ def numerics(size: str, folder: Path, mesh: Mesh) -> list[dict[str, Any]]:
 # ---- speed -------------------------------------------------------------------------------------------
 
 
-# Full recomputation leaves memory unused, none at all does not fit: recomputed are the tower and so many of
-# the 36 decoder layers as leave about 120 GB in use.
-RECOMPUTED = {
-    ("qwen3_vl_4b", "16k x 4"): 12,
-    ("qwen3_vl_4b", "32k x 1"): 23,
-    ("qwen2_5_vl_3b", "16k x 4"): 2,
-    ("qwen2_5_vl_3b", "32k x 1"): 15,
-}
 SETTINGS = {"16k x 4": (16384, 4), "32k x 1": (32768, 1)}   # tokens of a pack, packs accumulated
 
 
-def synchronize(device: torch.device) -> None:
-    """Waits for the device, where it runs beside the host."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def recompute(*, full: int, others: str | None) -> dict[str, str]:
+    """The tower and the first `full` decoder layers; the others "selective", or not at all (None)."""
+    chosen = {"visual": "full"} | ({"language_model": others} if others else {})
+    return chosen | {f"language_model.layers.{i}": "full" for i in range(full)}
+
+
+# As little as memory allows: about 130 GB are in use.
+RECOMPUTED = {
+    ("qwen3_vl_4b", "16k x 4"): {"full": 0, "others": "selective"},
+    ("qwen3_vl_4b", "32k x 1"): {"full": 16, "others": "selective"},
+    ("qwen2_5_vl_3b", "16k x 4"): {"full": 0, "others": None},
+    ("qwen2_5_vl_3b", "32k x 1"): {"full": 4, "others": "selective"},
+}
 
 
 class RealSize:
@@ -238,7 +217,8 @@ class RealSize:
         self.size, self.setting, self.folder, self.mesh = size, setting, folder, mesh
         began = time.perf_counter()
         job = self.job(*SETTINGS[setting])
-        self.objective, self.spec, self.config = build_model(job, mesh)
+        self.objective, self.spec, self.config = build_model(job, mesh, load_weights=False)
+        fill(self.objective.model)
         self.backend = FSDP2Backend(self.objective, job, mesh)
         self.frozen = frozen_names(self.objective.model)
         self.steps = 0
@@ -246,12 +226,14 @@ class RealSize:
 
     def job(self, packing_length: int, accumulation: int) -> Job:
         """The job: the real loader over JPEG files, eight worker processes."""
-        layers = [f"language_model.layers.{i}" for i in range(RECOMPUTED[self.size, self.setting])]
         return make_job(
             self.size, self.folder / "large" / "train.jsonl", self.folder / "processor",
             packing_length=packing_length, gradient_accumulation_steps=accumulation, learning_rate=1e-5,
             dataloader_num_workers=8, repeats=6,
-            fsdp_config={"activation_checkpointing": ["visual.blocks.*", *layers]},
+            fsdp_config={
+                "activation_checkpointing": recompute(**RECOMPUTED[self.size, self.setting]),
+                "reshard_after_forward": False,   # one GPU holds every weight anyway
+            },
         )  # fmt: skip
 
     def step(self, micros: list[PackedBatch]) -> float:
@@ -288,7 +270,7 @@ class RealSize:
         return {
             "model": self.size,
             "setting": self.setting,
-            "recomputed": RECOMPUTED[self.size, self.setting],
+            "recomputed": "{full} full, others {others}".format(**RECOMPUTED[self.size, self.setting]),
             "step_s": total / steps,
             "spread_s": max(seconds[measured]) - min(seconds[measured]),
             "data_s": statistics.mean(waits[measured]),
@@ -306,13 +288,6 @@ class RealSize:
         packs = [loader.next_step()[0] for _ in range(8)]
         loader.close()
         return [statistics.mean(self.step([pack]) for pack in packs) for _ in range(3)]
-
-
-def release() -> None:
-    """Frees what is no longer referred to, on the device too."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 def speed(size: str, folder: Path, mesh: Mesh, *, steps: int, warmup: int) -> list[dict[str, Any]]:
@@ -356,21 +331,10 @@ def profile(size: str, folder: Path, mesh: Mesh, *, setting: str = "16k x 4") ->
             "share": event.self_device_time_total / 1e6 / busy,
             "calls": event.count,
             "ms": event.self_device_time_total / 1e3,
-            "kernel": event.key[:90],
+            "kernel": event.key.replace("at::native::", "")[:200],
         }
         for event in kernels[:40]
     ]
-
-
-def table(rows: list[dict[str, Any]]) -> str:
-    """Rows as aligned text; the columns of the first row."""
-    def cell(value: Any) -> str:
-        return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-    columns = list(rows[0])
-    grid = [columns, *([cell(row.get(c, "")) for c in columns] for row in rows)]
-    widths = [max(len(line[i]) for line in grid) for i in range(len(columns))]
-    return "\n".join("  ".join(v.ljust(w) for v, w in zip(line, widths, strict=True)) for line in grid)
 
 
 def main() -> None:
