@@ -124,7 +124,7 @@ def unusable(backend: str, device: torch.device, dtype: torch.dtype) -> str:
         return ""
     if dtype not in (torch.bfloat16, torch.float16):
         return f"it needs bf16 or fp16, and this run computes in {dtype}"
-    if backend == "flash_attn" and importlib.util.find_spec("flash_attn") is None:
+    if backend == "flash_attn" and importlib.util.find_spec("flash_attn_2_cuda") is None:
         return "the flash_attn package is not installed"
     return ""
 
