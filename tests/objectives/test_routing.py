@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,6 +11,7 @@ from torch import Tensor
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from lmms_engine.models.spec import MODELS
+from lmms_engine.objectives import routing
 from lmms_engine.objectives.next_token import NextToken
 from lmms_engine.objectives.routing import router_sums
 from lmms_engine.parallel.activation_checkpoint import recompute
@@ -97,8 +100,17 @@ def test_four_equal_micro_batches_give_what_one_gives() -> None:
     assert_same_gradients(gradients(objective(aux=1.0), [[0, 1]] * 4), one)
 
 
-def test_recomputation_counts_every_visit_once() -> None:
-    """The routers' logits are taken in the forward alone: three layers, once each."""
+def test_recomputation_counts_every_visit_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The routers' logits are taken in the forward alone: three layers, once each, three experts a token."""
+    counted: list[float] = []
+
+    def count(*args: Any) -> Tensor:
+        visits = visits_of(*args)
+        counted.append(float(visits.sum()))
+        return visits
+
+    visits_of = routing._visits
+    monkeypatch.setattr(routing, "_visits", count)
     made = objective(aux=1.0, ce=1.0)
     for block in resolve(made.model, "model.layers.*").values():
         recompute(block, "full")
@@ -108,6 +120,7 @@ def test_recomputation_counts_every_visit_once() -> None:
     assert [tuple(layer.shape) for layer in logits] == [(batch.input_ids.numel(), 8)] * 3
     first = made(batch)
     combine(first, total_weights(made, [pack(samples)]), made.coefficients).backward()
+    assert counted == [3 * batch.input_ids.numel()] * 3
     again = {term: value.item() for term, value in made(batch).items()}
     assert again == {term: value.item() for term, value in first.items()}
 
