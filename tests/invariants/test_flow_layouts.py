@@ -99,6 +99,12 @@ def test_one_sharded_process_equals_the_plain_model(recompute: bool) -> None:
         check(run(mesh, [[[0], [1], [2], [3]]], recompute), [[[0], [1], [2], [3]]])
 
 
+def test_four_micro_batches_of_two_pictures_equal_one_batch_of_eight() -> None:
+    eight = [0, 1, 2, 3, 3, 0, 2, 1]
+    with toy.single_mesh() as mesh:
+        check(run(mesh, [[eight[i : i + 2] for i in range(0, 8, 2)]], False), [[eight]])
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_two_ranks_equal_one_process(layout: str) -> None:
     first, second = run_ranks(run, 2, LAYOUTS[layout], True)
