@@ -137,6 +137,16 @@ def test_folder_of_another_family(tmp_path: Path) -> None:
         hf.read_config(given(load_from_pretrained_path=str(tmp_path)))
 
 
+@pytest.mark.parametrize("kind", ["qwen3_next", "mamba2", "jamba", "falcon_h1"])
+def test_models_whose_layers_carry_a_state_are_refused(kind: str, tmp_path: Path) -> None:
+    """A recurrent layer would carry it from one packed row into the next; no family here has one."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    sources = ({"load_from_pretrained_path": str(tmp_path)}, {"load_from_config": {"model_type": kind}})
+    for source in sources:
+        with pytest.raises(UserError, match=f"unknown model '{kind}' .legal: qwen2_5_vl, qwen3_moe, "):
+            hf.read_config(given(**source))
+
+
 # ---- building ----------------------------------------------------------------------------------------
 
 
