@@ -74,7 +74,28 @@ def test_batches_are_byte_equal_for_any_number_of_workers(rows: Path, keys: dict
 
 
 def test_batches_are_byte_equal_in_spawned_workers(rows: Path) -> None:
-    assert batches(rows, 1, "spawn") == batches(rows, 0)
+    assert batches(rows, 1, "spawn", per_device_train_batch_size=2) == batches(
+        rows, 0, per_device_train_batch_size=2
+    )
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_slices_of_two_ranks_of_a_sequence_join_to_the_row_whatever_their_workers(
+    rows: Path, method: str
+) -> None:
+    """One rank reads in its own process, the other in a worker, which need not know of the split."""
+    keys = {"per_device_train_batch_size": 2, "sp_ulysses_degree": 2}
+    alone = make_loader(make_job(rows, **keys))
+    other = make_loader(make_job(rows, dataloader_num_workers=1, **keys), start_method=method)
+    for _ in range(3):
+        (whole,), (micro,) = alone.next_step(), other.next_step()
+        assert content(micro) == content(whole)
+        parts = [whole.shard(0, 2), micro.shard(1, 2)]
+        for name in ("labels", "loss_weights"):
+            joined = torch.cat([getattr(part, name) for part in parts])
+            assert torch.equal(joined[: whole.input_ids.numel()], getattr(whole, name))
+        assert len({part.labels.numel() for part in parts}) == 1
+    other.close()
 
 
 def test_packs_hold_every_row_once_and_never_too_much(rows: Path) -> None:
