@@ -178,6 +178,24 @@ def test_shorter_windows_at_the_end_of_an_epoch_count_in_full(corpus, mesh, tmp_
     assert TrainRunner(Job.from_dict(config), mesh).build().start.finished
 
 
+def test_a_shorter_window_weighs_as_much_as_one_of_its_own(corpus, mesh, tmp_path):
+    """The last two of ten rows: the rest of a window of four, or a whole window of two. Weights stay put."""
+    data = tmp_path / "data"
+    shutil.copytree(corpus, data)
+    write_rows(data / "train.jsonl", [make_row(f"train-{i}", i) for i in range(10)])
+    last = []
+    for window in (4, 2):
+        run_dir = tmp_path / f"windows-of-{window}"
+        train(mesh, make_config(
+            data, run_dir, trainer__num_train_epochs=1, trainer__gradient_accumulation_steps=window,
+            data__packing=False, trainer__learning_rate=1e-12,
+        ))  # fmt: skip
+        step = logged(run_dir)[-1]
+        last.append([step[key] for key in ("samples", "supervised_tokens", "loss", "grad_norm")])
+    assert last[0][0] == 2
+    assert last[0] == pytest.approx(last[1], rel=1e-6)
+
+
 def test_a_step_without_targets_changes_nothing_and_says_so(corpus, mesh, tmp_path, said):
     config = make_config(
         corpus, tmp_path / "run", trainer__weight_decay=0.5, trainer__lr_scheduler_type="constant"
