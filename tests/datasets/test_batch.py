@@ -58,6 +58,26 @@ def test_the_parts_join_to_the_whole(lengths, size, rotary):
         assert on_device.supervised.tolist() == (part.loss_weights > 0).nonzero().flatten().tolist()
 
 
+def test_the_way_to_the_device_rounds_nothing():
+    """Integers stay int64 and rates float32, past 256 as well, where bfloat16 knows only every other number."""
+    tokens = 4096
+    media = {
+        "pixel_bytes": torch.zeros(2, 3, dtype=torch.uint8),
+        "image_grid_thw": torch.tensor([[1, 259, 4095]]),
+        "seconds_per_group": torch.tensor([1 / 3, 0.07]),
+    }
+    whole = replace(batch([tokens]), media=media, tower={"image_position_ids": torch.arange(tokens)})
+    moved = whole.shard(1, 2).to(torch.device("cpu"))
+    assert torch.equal(moved.position_ids, whole.position_ids)
+    assert torch.equal(moved.input_ids, whole.input_ids)
+    assert torch.equal(moved.tower["image_position_ids"], torch.arange(tokens))
+    assert {name: tensor.dtype for name, tensor in moved.media.items()} == {
+        "pixel_bytes": torch.uint8, "image_grid_thw": torch.int64, "seconds_per_group": torch.float32
+    }  # fmt: skip
+    assert all(torch.equal(moved.media[name], tensor) for name, tensor in media.items())
+    assert moved.segments.cu_seqlens.tolist() == [0, tokens]
+
+
 def test_one_rank_keeps_the_batch():
     whole = batch([7])
     assert whole.shard(0, 1) is whole

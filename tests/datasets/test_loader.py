@@ -284,7 +284,7 @@ def test_a_pack_has_no_more_media_than_the_budget(tmp_path: Path) -> None:
 def test_resume_with_other_ranks_and_workers_completes_the_epoch(rows: Path, size: int, workers: int) -> None:
     keys = {"num_logical_shards": 8, "packing_kwargs": {"open_bins": 4}}
     before = [make_loader(make_job(rows, dataloader_num_workers=2, **keys), rank, 4) for rank in range(4)]
-    seen = [ids_of([loader.next_step() for _ in range(2)]) for loader in before]
+    seen = [ids_of([loader.next_step() for _ in range(3)]) for loader in before]
     state = save(before)
     for loader in before:
         loader.close()
