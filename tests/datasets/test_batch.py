@@ -59,7 +59,7 @@ def test_the_parts_join_to_the_whole(lengths, size, rotary):
 
 
 def test_the_way_to_the_device_rounds_nothing():
-    """Integers stay int64 and rates float32, past 256 as well, where bfloat16 knows only every other number."""
+    """Integers stay int64 and rates float32, also past 256, where bfloat16 has gaps."""
     tokens = 4096
     media = {
         "pixel_bytes": torch.zeros(2, 3, dtype=torch.uint8),
