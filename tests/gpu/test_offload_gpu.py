@@ -5,29 +5,29 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lmms_engine.config import Job
-from lmms_engine.datasets.batch import PackedBatch
 from lmms_engine.errors import UserError
-from lmms_engine.objectives.base import Objective
 from lmms_engine.parallel.fsdp import Unit, apply_fsdp, materialise, tied_names
 from lmms_engine.parallel.mesh import Mesh, build_mesh, leave_mesh
 from lmms_engine.train import checkpoint
-from lmms_engine.train.backend.fsdp2 import FSDP2Backend
-from lmms_engine.train.parallelize import build_model
-from lmms_engine.train.step import train_step
-from lmms_engine.train.verify.run import stir
-from tests import tiny
-from tests.invariants.test_zero import CLIP, make_job
+from tests.gpu.training import (
+    assert_close,
+    everything,
+    job_of,
+    keep_first_gradients,
+    local,
+    micros_for,
+    start,
+    step,
+)
+from tests.invariants.test_zero import CLIP
 
 pytestmark = pytest.mark.gpu
-FAMILY = "qwen3_vl"
 STEPS = 3
 # Relative: of the first loss; of the losses after updates; of a gradient (its norm); of the gradients' norm.
 # The kernels are the same ones; only AdamW and the norm are computed elsewhere, and so round otherwise.
@@ -42,64 +42,10 @@ def mesh() -> Iterator[Mesh]:
     leave_mesh()
 
 
-def job_of(*, offload: bool, bf16: bool, **trainer: Any) -> Job:
-    """A tiny model on plain kernels, blocks recomputed, clipped."""
-    tree = make_job(FAMILY, None).to_dict()
-    tree["model_config"]["attn_implementation"] = "sdpa"
-    tree["trainer_args"] |= {"use_liger_kernel": False, "bf16": bf16, **trainer}
-    tree["trainer_args"]["fsdp_config"]["cpu_offload"] = offload
-    return Job.from_dict(tree)
-
-
-def start(
-    mesh: Mesh, *, offload: bool, bf16: bool, load_weights: bool = True, **trainer: Any
-) -> tuple[Objective, FSDP2Backend]:
-    """The engine's own way; the weights are random, and the same each time."""
-    job = job_of(offload=offload, bf16=bf16, **trainer)
-    objective, _, _ = build_model(job, mesh, load_weights=load_weights)
-    if load_weights:
-        stir(objective.model, seed=7)
-    return objective, FSDP2Backend(objective, job, mesh)
-
-
-def micros_for(objective: Objective) -> list[PackedBatch]:
-    """Two packs: pictures; a clip and text."""
-    _, samples = tiny.build(FAMILY)
-    return [tiny.pack(part, config=objective.model.config) for part in (samples[:2], samples[2:])]
-
-
-def step(objective: Objective, backend: FSDP2Backend, mesh: Mesh, number: int) -> tuple[float, float]:
-    """Loss and gradient norm."""
-    backend.set_progress(0.5, number)
-    stats = train_step(objective, backend, micros_for(objective), mesh, torch.Generator())
-    return float(stats.sums["ce"]) / stats.totals["ce"], float(stats.grad_norm)
-
-
-def local(tensor: Tensor) -> Tensor:
-    """A copy on the host; one rank has the whole."""
-    tensor = tensor.detach()
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).cpu().clone()
-
-
-def everything(backend: FSDP2Backend) -> dict[str, Tensor]:
-    """Weights, buffers, moments and step counts, as a checkpoint names them."""
-    return {
-        f"{part}.{name}": local(tensor)
-        for part, source in backend.state().items()
-        for name, tensor in source.state_dict().items()
-    }
-
-
 def train(mesh: Mesh, *, offload: bool, bf16: bool) -> tuple[list[tuple[float, float]], dict[str, Tensor]]:
     """(loss, norm) of each step, and the gradients of the first."""
-    objective, backend = start(mesh, offload=offload, bf16=bf16)
-    gradients: dict[str, Tensor] = {}
-
-    def keep(*_: object) -> None:
-        if not gradients:
-            gradients.update({name: gradient.cpu().clone() for name, gradient in backend.gradients()})
-
-    backend.optimizer.register_step_pre_hook(keep)
+    objective, backend = start(mesh, job_of(offload=offload, bf16=bf16))
+    gradients = keep_first_gradients(backend)
     return [step(objective, backend, mesh, number) for number in range(1, STEPS + 1)], gradients
 
 
@@ -114,16 +60,12 @@ def test_the_numbers_are_those_without(mesh: Mesh, bf16: bool) -> None:
     assert found[0][0] == pytest.approx(want[0][0], rel=first)
     assert found[0][1] == pytest.approx(want[0][1], rel=of_norm)
     assert [loss for loss, _ in found] == pytest.approx([loss for loss, _ in want], rel=later)
-    assert gradients.keys() == reference.keys()
-    whole = float(torch.stack([g.float().norm() for g in reference.values()]).norm())
-    for name, gradient in reference.items():
-        error = float((gradients[name].float() - gradient.float()).norm())
-        assert error <= each * float(gradient.float().norm()) + 1e-5 * whole, name
+    assert_close(gradients, reference, each)
 
 
 @BOTH
 def test_all_rests_on_the_host_between_steps(mesh: Mesh, bf16: bool) -> None:
-    objective, backend = start(mesh, offload=True, bf16=bf16)
+    objective, backend = start(mesh, job_of(offload=True, bf16=bf16))
     ties = tied_names(objective.model)
     assert ties   # this model's head is its embedding
     micros = micros_for(objective)
@@ -149,7 +91,7 @@ def test_all_rests_on_the_host_between_steps(mesh: Mesh, bf16: bool) -> None:
 
 
 def test_frozen_parts_rest_there_too_and_stay(mesh: Mesh) -> None:
-    objective, backend = start(mesh, offload=True, bf16=True, freeze_modules=["visual"])
+    objective, backend = start(mesh, job_of(offload=True, bf16=True, freeze_modules=["visual"]))
     before = {name: local(p) for name, p in objective.model.named_parameters()}
     assert step(objective, backend, mesh, 1)[0] > step(objective, backend, mesh, 2)[0]
     for name, parameter in objective.model.named_parameters():
@@ -162,7 +104,7 @@ def test_a_forward_without_gradients_between_steps(mesh: Mesh) -> None:
     """As a validation runs it: it sees the weights of the last step, and leaves them."""
     losses = []
     for offload in (False, True):
-        objective, backend = start(mesh, offload=offload, bf16=False)
+        objective, backend = start(mesh, job_of(offload=offload, bf16=False))
         step(objective, backend, mesh, 1)
         before = everything(backend)
         with torch.no_grad():
@@ -177,12 +119,12 @@ def test_a_forward_without_gradients_between_steps(mesh: Mesh) -> None:
 def test_a_checkpoint_comes_back_into_either_memory(
     mesh: Mesh, tmp_path: Path, before: bool, after: bool
 ) -> None:
-    objective, backend = start(mesh, offload=before, bf16=False)
+    objective, backend = start(mesh, job_of(offload=before, bf16=False))
     for number in (1, 2):
         step(objective, backend, mesh, number)
     saved = everything(backend)
     folder = checkpoint.save(tmp_path, 2, backend.state(), mesh, {})
-    again, other = start(mesh, offload=after, bf16=False, load_weights=False)
+    again, other = start(mesh, job_of(offload=after, bf16=False), load_weights=False)
     checkpoint.load(folder, other.state(), mesh)
     loaded = everything(other)
     assert loaded.keys() == saved.keys()
@@ -195,7 +137,7 @@ def test_a_checkpoint_comes_back_into_either_memory(
 
 
 def test_a_norm_that_is_not_finite_stops_the_step_itself(mesh: Mesh) -> None:
-    objective, backend = start(mesh, offload=True, bf16=True)
+    objective, backend = start(mesh, job_of(offload=True, bf16=True))
     step(objective, backend, mesh, 1)
     before = everything(backend)
     backend.set_progress(0.5, 2)
