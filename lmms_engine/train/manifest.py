@@ -19,6 +19,7 @@ from huggingface_hub.errors import HFValidationError
 
 import lmms_engine
 from lmms_engine.datasets.sources.files import LocalFile
+from lmms_engine.errors import UserError
 from lmms_engine.parallel.mesh import Mesh
 
 MANIFEST_FILE = "manifest.json"
@@ -94,12 +95,27 @@ def write_manifest(run_dir: Path, manifest: dict[str, Any], resumed_from: int) -
     path = run_dir / MANIFEST_FILE
     history = []
     if resumed_from and path.exists():
-        before = json.loads(path.read_text(encoding="utf-8"))
+        before = read_manifest(path)
         history = [*before.pop("history", []), before]
     body = {**manifest, "resumed_from": resumed_from or None, "history": history}
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(json.dumps(body, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     temporary.replace(path)
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """The manifest in a file; UserError if it is damaged."""
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(manifest, dict) and isinstance(manifest.get("history", []), list):
+            return manifest
+        reason = "not a JSON object with a list as `history`"
+    except (OSError, ValueError, RecursionError) as error:
+        reason = str(error)
+    raise UserError(
+        f"{path} is damaged ({reason}): put a copy of it back, or move it aside; the run goes on without it, "
+        "and only loses what it came from"
+    )
 
 
 def git_state(root: Path) -> dict[str, Any] | None:

@@ -320,25 +320,25 @@ def _lines(path: Path) -> list[str]:
 def cut_back(run_dir: Path, step: int) -> int:
     """Moves every logged row after `step` to `<file>.discarded`; returns how many steps' metrics went.
 
-    A line that a crash cut short belongs to no finished write and goes as well.
+    A line that a crash cut short belongs to no finished write and goes as well, as does one that is damaged.
     """
     discarded = 0
     for path in sorted(run_dir.glob("*.jsonl")):
         if path.name not in (METRICS_FILE, SKIPPED_FILE, PACKING_FILE) and not path.name.startswith("rows-"):
             continue
         kept, gone = [], []
-        for line in _lines(path):
+        for line in filter(None, path.read_bytes().split(b"\n")):
             try:
                 later = json.loads(line)["step"] > step
-            except (json.JSONDecodeError, KeyError):
+            except (ValueError, LookupError, TypeError):
                 later = True
-            (gone if later else kept).append(line + "\n")
+            (gone if later else kept).append(line + b"\n")
         if not gone:
             continue
-        with path.with_name(path.name + ".discarded").open("a", encoding="utf-8") as file:
+        with path.with_name(path.name + ".discarded").open("ab") as file:
             file.writelines(gone)
         temporary = path.with_name(path.name + ".tmp")
-        temporary.write_text("".join(kept), encoding="utf-8")
+        temporary.write_bytes(b"".join(kept))
         temporary.replace(path)  # a crash here repeats the cut; it never loses the kept rows
         discarded += len(gone) if path.name == METRICS_FILE else 0
     return discarded

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import html
 import io
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from matplotlib.figure import Figure
 from lmms_engine.config_load import read_yaml
 from lmms_engine.errors import UserError
 from lmms_engine.train.drawings import read_drawings
-from lmms_engine.train.manifest import MANIFEST_FILE
+from lmms_engine.train.manifest import MANIFEST_FILE, read_manifest
 from lmms_engine.train.metrics import METRICS_FILE, read_lines
 from lmms_engine.train.packing import PACKING_FILE
 from lmms_engine.train.packing import describe as packing_figures
@@ -61,7 +60,8 @@ def write_report(run_dir: Path, samples: list[Shown] | None = None) -> Path:
     if not any(row["split"] == "train" for row in rows):
         raise UserError(f"{run_dir}: no {METRICS_FILE} with training steps; is this a run folder?")
     config = read_yaml(run_dir / CONFIG_FILE)
-    manifest = json.loads((run_dir / MANIFEST_FILE).read_text(encoding="utf-8"))
+    origin = run_dir / MANIFEST_FILE
+    manifest = read_manifest(origin) if origin.is_file() else {}
     missing = ""
     if samples is None:
         try:

@@ -322,13 +322,14 @@ class TrainRunner:
         )
         if self.fresh:
             rundir.on_main(mesh, lambda: rundir.move_aside(self.run_dir))
-        if mesh.is_main:
-            discarded = cut_back(self.run_dir, self.step)
-            if discarded:
+
+        def begin() -> None:
+            write_manifest(self.run_dir, manifest, resumed_from=self.step)
+            if discarded := cut_back(self.run_dir, self.step):
                 log.info("%d metrics rows after step %d moved to *.discarded", discarded, self.step)
             (self.run_dir / rundir.CONFIG_FILE).write_text(config_yaml, encoding="utf-8")
-            write_manifest(self.run_dir, manifest, resumed_from=self.step)
-        mesh.barrier()  # no rank appends rows before the cut
+
+        rundir.on_main(mesh, begin)   # no rank appends rows before the cut
         coefficients, log_rows = self.objective.coefficients, job.trainer.log_rows
         self.recorder = Recorder(
             self.run_dir, mesh, coefficients, log_rows=log_rows, packing=Packing.of(job)

@@ -8,9 +8,11 @@ import os
 import subprocess
 from types import SimpleNamespace
 
+import pytest
 import torch
 from safetensors.torch import save_file
 
+from lmms_engine.errors import UserError
 from lmms_engine.train.manifest import (
     IMAGE_KEYS,
     ROOT,
@@ -122,3 +124,16 @@ def test_a_resumed_run_keeps_its_earlier_manifests(tmp_path):
     assert [(m["at"], m["resumed_from"]) for m in made["history"]] == [(0, None), (5, 5)]
     write_manifest(tmp_path, {"seed": 2, "at": 0}, resumed_from=0)
     assert json.loads((tmp_path / "manifest.json").read_text())["history"] == []
+
+
+@pytest.mark.parametrize("text", ["", '{"seed": 1', "5", "[]", '{"history": 3}', "\udcff"])
+def test_a_damaged_one_is_named_and_left_alone(tmp_path, text):
+    path = tmp_path / "manifest.json"
+    path.write_text(text, errors="surrogateescape")
+    before = path.read_bytes()
+    with pytest.raises(UserError, match=r"manifest\.json is damaged \(.+\): .*move it aside"):
+        write_manifest(tmp_path, {"seed": 1}, resumed_from=3)
+    assert path.read_bytes() == before
+    path.unlink()   # as the message says
+    write_manifest(tmp_path, {"seed": 1}, resumed_from=3)
+    assert json.loads(path.read_text())["resumed_from"] == 3

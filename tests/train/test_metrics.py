@@ -181,6 +181,15 @@ def test_odd_letters_of_ids_and_file_names_are_kept(tmp_path):
     assert read_lines(tmp_path / "rows-0.jsonl.discarded") == rows[1:]
 
 
+def test_cut_back_moves_damaged_lines(tmp_path):
+    good = b'{"step": 1}\n'
+    damaged = [b"5\n", b"[]\n", b'{"step": "x"}\n', b'{"step": 1, "a": "\xff"}\n', b"\x00\xff\n"]
+    (tmp_path / "metrics.jsonl").write_bytes(good + b"".join(damaged) + good)
+    assert cut_back(tmp_path, 2) == len(damaged)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == good + good
+    assert (tmp_path / "metrics.jsonl.discarded").read_bytes() == b"".join(damaged)
+
+
 def test_cut_back_moves_later_rows_and_torn_lines(tmp_path):
     for name in ("metrics.jsonl", "rows-0.jsonl", "rows-1.jsonl", "skipped.jsonl", "other.jsonl"):
         (tmp_path / name).write_text(
