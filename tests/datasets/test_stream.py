@@ -253,6 +253,28 @@ def test_a_mixture_over_ranks_and_workers_repeats_nothing_too_early(tmp_path: Pa
     assert not set(seen[0][0]) & set(seen[0][1]) or stop == "all"
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_source_starts_over_only_once_it_is_used_up(tmp_path: Path, workers: int) -> None:
+    """Exactly, row by row, over two ranks; a shuffle then mixes the rows of a window, here of all passes."""
+    entries = [
+        {"path": str(write_jsonl(tmp_path / f"{name}.jsonl", [text_row(f"{name}{i}") for i in range(count)]))}
+        for name, count in (("a", 10), ("b", 30))
+    ]
+    keys = {"packing": False, "shuffle": False, "mixture_stop": "all", "dataloader_num_workers": workers}
+    job = make_job([{**entry, "weight": 0.5} for entry in entries], **keys)
+    ranks = ids_of_epoch(job, 2)
+    turns = [name for pair in itertools.zip_longest(*ranks) for name in pair if name]
+    for letter, size in (("a", 10), ("b", 30)):
+        own = [name for name in turns if name.startswith(letter)]
+        assert len(own) >= 29   # half of 59 or more
+        for first in range(0, len(own) - size + 1, size):
+            assert len(set(own[first : first + size])) == size
+    shuffled = make([Rows(10), Rows(30)], 4, weights=(0.5, 0.5))._pools[0]
+    passes = [shuffled.rows(first, 10) for first in (0, 10, 20)]
+    assert all(len(set(rows)) == 10 for rows in passes)
+    assert passes[0] != passes[1] != passes[2]
+
+
 def test_three_epochs_are_three_orders_and_files_made_in_another_order_change_nothing(tmp_path: Path) -> None:
     def epochs(folder: Path, names: str) -> list[list[str]]:
         for name in names:
