@@ -314,7 +314,9 @@ def import_deepspeed(mesh: Mesh) -> ModuleType:
             "'lmms-engine[deepspeed]'; or use trainer_type: fsdp2_trainer)"
         ) from error
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    # A shared-memory reduction for CPUs, compiled at first use, by all ranks at once: gloo does without.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if mesh.device.type == "cpu":
+        # A shared-memory reduction for CPUs, compiled at first use, by all ranks at once: gloo does without.
+        # On a GPU there is none, and the mere question would try the compiler on every kernel.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend=None, verbose=False)
     return deepspeed
