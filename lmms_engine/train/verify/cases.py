@@ -28,6 +28,7 @@ PLAIN: dict[str, Any] = {
     "trainer_args.ep_degree": 1,
     "trainer_args.fsdp_config.hsdp_shard_size": 0,
     "trainer_args.fsdp_config.reshard_after_forward": True,
+    "trainer_args.fsdp_config.cpu_offload": False,
     "trainer_args.fsdp_config.activation_checkpointing": False,
     "trainer_args.dataloader_num_workers": 0,
     "trainer_args.num_train_epochs": None,

@@ -87,6 +87,16 @@ def test_every_case_is_a_job_that_its_ranks_can_be_split_into(case, job: Job) ->
     assert case.deal in DEALS
 
 
+def test_what_a_recipe_asks_for_is_taken_out_of_every_case(job: Job) -> None:
+    """Or the reference would not be plain, and cases that cannot go with it would not run."""
+    asked = {
+        "trainer_args.fsdp_config.cpu_offload": True,
+        "trainer_args.fsdp_config.reshard_after_forward": False,
+        "trainer_args.use_liger_kernel": True,
+    }
+    assert plain_job(changed(job, asked), 2) == job
+
+
 def test_names_are_unique_and_chosen_in_the_order_of_the_table() -> None:
     names = [case.name for case in CASES]
     assert len(set(names)) == len(names)
