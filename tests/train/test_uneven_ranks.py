@@ -16,6 +16,7 @@ from lmms_engine.commands.inspect import batches
 from lmms_engine.config import Job
 from lmms_engine.parallel.mesh import Mesh, build_mesh
 from lmms_engine.train import TrainRunner
+from lmms_engine.train.runner import Window
 from tests.distributed import run_ranks
 from tests.runs import logged, make_config, make_row, row_ids, write_rows
 
@@ -31,12 +32,22 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 
 
+class Compared(TrainRunner):
+    """Fails at once where the ranks go into a step with unlike numbers of micro-batches."""
+
+    def _next_window(self) -> Window:
+        window = super()._next_window()
+        numbers = self.mesh.gather(len(window.micros))
+        assert len(set(numbers)) == 1, f"micro-batches of the ranks in step {self.step + 1}: {numbers}"
+        return window
+
+
 def on_two_ranks(mesh: Mesh, configs: dict[str, dict[str, Any]]) -> dict[str, int]:
     """How many steps this rank has taken in each run."""
     steps = {}
     for name, config in configs.items():
         job = Job.from_dict(config)
-        runner = TrainRunner(job, build_mesh(job.trainer)).build()
+        runner = Compared(job, build_mesh(job.trainer)).build()
         runner.run()
         steps[name] = runner.step
     return steps
