@@ -168,19 +168,26 @@ def latest(run_dir: Path) -> Path | None:
     The order is that of writing, never of step numbers, so a folder left over from elsewhere wins nothing by
     its name.
     """
-    pointer = run_dir / "checkpoints" / LATEST
-    if pointer.is_file():
-        named = pointer.parent / pointer.read_text().strip()
-        if named.name.startswith("step-") and is_complete(named):
-            return named
+    name = pointed(run_dir)
+    if name is not None and name.startswith("step-") and is_complete(run_dir / "checkpoints" / name):
+        return run_dir / "checkpoints" / name
     written = complete(run_dir)
     return written[-1] if written else None
+
+
+def pointed(run_dir: Path) -> str | None:
+    """What `latest` says, whether it is there or not; None without."""
+    pointer = run_dir / "checkpoints" / LATEST
+    if not pointer.is_file():
+        return None
+    return pointer.read_text(encoding="utf-8", errors="backslashreplace").strip()
 
 
 def is_complete(folder: Path) -> bool:
     """True for a folder that `save` finished."""
     try:
-        return (folder / DCP_INDEX).is_file() and "written" in json.loads((folder / STATE).read_text())
+        state = json.loads((folder / STATE).read_text(encoding="utf-8"))
+        return isinstance(state, dict) and "written" in state and (folder / DCP_INDEX).is_file()
     except (OSError, ValueError):
         return False
 

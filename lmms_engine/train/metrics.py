@@ -10,6 +10,7 @@ import json
 import math
 import resource
 import time
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 
 from lmms_engine.datasets.batch import PackedBatch
 from lmms_engine.datasets.skips import TRUNCATED
+from lmms_engine.errors import UserError
 from lmms_engine.models.flops import Flops
 from lmms_engine.objectives.base import SOURCE_TERM
 from lmms_engine.parallel.mesh import Mesh
@@ -26,6 +28,7 @@ from lmms_engine.train.step import StepStats
 
 METRICS_FILE = "metrics.jsonl"
 SKIPPED_FILE = "skipped.jsonl"
+MEND = "put a copy of it back, or move it aside"
 
 # The keys of every row, in order; null where one does not apply.
 KEYS = (
@@ -48,6 +51,8 @@ KEYS = (
     "epoch",  # passes over the data done, with fraction
     "source_loss",  # {source: mean loss of its supervised tokens, null without any}; null: only one source
 )
+
+STEP_KEYS = ("step", "split", "loss")   # what every row has, of whatever version
 
 # Dense bf16 FLOP/s by the exact device name, from the vendor's data sheets ("L40S" is not "L40").
 PEAK_FLOPS = {
@@ -299,22 +304,29 @@ def append_lines(path: Path, rows: list[dict[str, Any]]) -> None:
         file.write(text)
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """All complete rows of a JSON-lines file; a last line cut short by a crash is left out."""
+def read_lines(path: Path, keys: Collection[str] = ()) -> list[dict[str, Any]]:
+    """All complete rows of a JSON-lines file; a last line cut short by a crash is left out.
+
+    keys: what every row must have. Other damage raises UserError.
+    """
     if not path.exists():
         return []
     rows = []
-    for line in _lines(path):
+    # Cut at newlines and nowhere else: row ids may hold other separators.
+    for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
+        if not line:
+            continue
         try:
-            rows.append(json.loads(line))
+            row = json.loads(line.decode("utf-8"))
         except json.JSONDecodeError:
             continue
+        except UnicodeDecodeError as error:
+            raise UserError(f"{path} is damaged ({error}, line {number}): {MEND}") from error
+        if not isinstance(row, dict) or not row.keys() >= set(keys):
+            words = f"an object with {', '.join(keys)}" if keys else "an object"
+            raise UserError(f"{path} is damaged (line {number} is not {words}): {MEND}")
+        rows.append(row)
     return rows
-
-
-def _lines(path: Path) -> list[str]:
-    """Cut at newlines and nowhere else: row ids may hold other separators."""
-    return [line for line in path.read_text(encoding="utf-8").split("\n") if line]
 
 
 def cut_back(run_dir: Path, step: int) -> int:

@@ -16,6 +16,7 @@ from lmms_engine.datasets.batch import PackedBatch
 from lmms_engine.datasets.cost import SampleCost, media_units
 
 PACKING_FILE = "packing.jsonl"
+PACKING_KEYS = ("step", "packs", "fill", "spread")
 
 
 @dataclass(frozen=True)

@@ -12,14 +12,13 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 
-from lmms_engine.config_load import read_yaml
 from lmms_engine.errors import UserError
 from lmms_engine.train.drawings import read_drawings
 from lmms_engine.train.manifest import MANIFEST_FILE, read_manifest
-from lmms_engine.train.metrics import METRICS_FILE, read_lines
-from lmms_engine.train.packing import PACKING_FILE
+from lmms_engine.train.metrics import METRICS_FILE, STEP_KEYS, read_lines
+from lmms_engine.train.packing import PACKING_FILE, PACKING_KEYS
 from lmms_engine.train.packing import describe as packing_figures
-from lmms_engine.train.rundir import CONFIG_FILE, flatten
+from lmms_engine.train.rundir import flatten, read_config
 from lmms_engine.train.samples import Shown, first_samples
 
 REPORT_FILE = "report.html"
@@ -56,10 +55,10 @@ def write_report(run_dir: Path, samples: list[Shown] | None = None) -> Path:
 
     samples: rows to show; None reads the first ones from the run's data, which may take a while.
     """
-    rows = read_lines(run_dir / METRICS_FILE)
+    rows = read_lines(run_dir / METRICS_FILE, STEP_KEYS)
     if not any(row["split"] == "train" for row in rows):
         raise UserError(f"{run_dir}: no {METRICS_FILE} with training steps; is this a run folder?")
-    config = read_yaml(run_dir / CONFIG_FILE)
+    config = read_config(run_dir)
     origin = run_dir / MANIFEST_FILE
     manifest = read_manifest(origin) if origin.is_file() else {}
     missing = ""
@@ -70,7 +69,7 @@ def write_report(run_dir: Path, samples: list[Shown] | None = None) -> Path:
             samples, missing = [], f"not available: {error}"
     path = run_dir / REPORT_FILE
     temporary = path.with_name(path.name + ".tmp")
-    drawings, packing = read_drawings(run_dir), read_lines(run_dir / PACKING_FILE)
+    drawings, packing = read_drawings(run_dir), read_lines(run_dir / PACKING_FILE, PACKING_KEYS)
     page = render(run_dir.name, rows, config, manifest, samples, missing, drawings, packing)
     temporary.write_text(page, encoding="utf-8")
     temporary.replace(path)

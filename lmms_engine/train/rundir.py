@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from lmms_engine.train import checkpoint
 log = logging.getLogger(__name__)
 
 CONFIG_FILE = "config.yaml"
+SECTIONS = ("model_config", "dataset_config", "trainer_args")
 T = TypeVar("T")
 
 # What may differ when a run goes on: where and how often something is written, what is watched, and the
@@ -67,6 +69,12 @@ def prepare(job: Job, run_dir: Path, dp_size: int, *, fresh: bool = False) -> St
     """
     require_writable(run_dir)
     latest = None if fresh else checkpoint.latest(run_dir)
+    pointed = None if fresh else checkpoint.pointed(run_dir)
+    if latest is None and pointed is not None:
+        raise UserError(
+            f"{run_dir}/checkpoints/latest names {pointed}, which is not complete, and no other "
+            "checkpoint is; put its files back, or start anew with FRESH=1 (moves the folder aside)"
+        )
     if latest is None:
         return Start()
     saved_file = run_dir / CONFIG_FILE
@@ -76,7 +84,7 @@ def prepare(job: Job, run_dir: Path, dp_size: int, *, fresh: bool = False) -> St
             "move it aside (FRESH=1) or choose another trainer_args.output_dir"
         )
     state = checkpoint.read_state(latest)
-    saved = flatten(read_yaml(saved_file))
+    saved = flatten(read_config(run_dir))
     now = flatten(parse_yaml(job.to_yaml(), CONFIG_FILE))
     finished = is_finished(job, state)
     found = differences(saved, now, state["dp_size"], dp_size, finished=finished)
@@ -85,12 +93,28 @@ def prepare(job: Job, run_dir: Path, dp_size: int, *, fresh: bool = False) -> St
             f"{run_dir} holds another run: {'; '.join(found)}. Start anew with FRESH=1 (moves the old "
             "folder aside) or another trainer_args.output_dir"
         )
-    notes = ()
+    notes: tuple[str, ...] = ()
+    if pointed not in (None, latest.name):
+        notes = (f"checkpoints/latest names {pointed}, which is not complete; {latest.name} is the newest",)
     if state["dp_size"] != dp_size and all(saved.get(key) == now.get(key) for key in BATCH):
-        notes = (
+        notes += (
             f"{dp_size} data ranks now, {state['dp_size']} before: the global batch changes in proportion",
         )
     return Start(step=state["step"], checkpoint=latest, finished=finished, notes=notes)
+
+
+def read_config(run_dir: Path) -> dict[str, Any]:
+    """The resolved configuration that a run folder holds; UserError if it is damaged."""
+    path = run_dir / CONFIG_FILE
+    config = read_yaml(path)
+    sections = config if isinstance(config, dict) else {}
+    lacking = [key for key in SECTIONS if not isinstance(sections.get(key), dict)]
+    if lacking:
+        raise UserError(
+            f"{path} is damaged (it has no {', '.join(lacking)}): put a copy of it back; "
+            "manifest.json has its hash as config_sha256"
+        )
+    return config
 
 
 def move_aside(run_dir: Path) -> None:
@@ -135,8 +159,9 @@ def differences(
     return found
 
 
-def _global_batch(flat: dict[str, Any], ranks: int) -> int:
-    return flat[BATCH[0]] * flat[BATCH[1]] * ranks
+def _global_batch(flat: dict[str, Any], ranks: int) -> int | None:
+    counts = [flat.get(key) for key in BATCH]
+    return math.prod(counts) * ranks if all(isinstance(count, int) for count in counts) else None
 
 
 def flatten(node: Any, prefix: str = "") -> dict[str, Any]:

@@ -44,7 +44,7 @@ from lmms_engine.train.metrics import (
     peak_memory_gb,
     read_lines,
 )
-from lmms_engine.train.packing import PACKING_FILE, Packing
+from lmms_engine.train.packing import PACKING_FILE, PACKING_KEYS, Packing
 from lmms_engine.train.packing import describe as packing_figures
 from lmms_engine.train.parallelize import build_model
 from lmms_engine.train.report import NUM_SAMPLES, write_report
@@ -137,7 +137,7 @@ class TrainRunner:
         )
         if self.mesh.is_main:
             write_report(self.run_dir, self._shown)
-            for name, words in packing_figures(read_lines(self.run_dir / PACKING_FILE)).items():
+            for name, words in packing_figures(read_lines(self.run_dir / PACKING_FILE, PACKING_KEYS)).items():
                 log.info("%s: %s", name, words)
         for loader in (self.loader, *self.eval_loaders.values()):
             loader.close()

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from lmms_engine.datasets.batch import PackedBatch
+from lmms_engine.errors import UserError
 from lmms_engine.models.flops import Flops
 from lmms_engine.segments import RowRef, Segments
 from lmms_engine.train import metrics
@@ -179,6 +180,14 @@ def test_odd_letters_of_ids_and_file_names_are_kept(tmp_path):
     cut_back(tmp_path, 1)
     assert read_lines(tmp_path / "rows-0.jsonl") == rows[:1]
     assert read_lines(tmp_path / "rows-0.jsonl.discarded") == rows[1:]
+
+
+@pytest.mark.parametrize("line", [b"5", b"null", b"[]", b'{"x": 1}', b'{"step": "\xff"}'])
+def test_damaged_lines_are_named(tmp_path, line):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n' + line + b"\n")
+    with pytest.raises(UserError, match=r"metrics\.jsonl is damaged \(.*line 2.*: put a copy of it back"):
+        read_lines(path, ("step",))
 
 
 def test_cut_back_moves_damaged_lines(tmp_path):

@@ -164,3 +164,38 @@ def test_what_rank_0_finds_reaches_every_rank():
             rundir.on_main(mesh, fails)
     assert rundir.on_main(main, lambda: 7) == 7
     assert rundir.on_main(other, fails) == 7  # there the work is not done
+
+
+@pytest.mark.parametrize("text", ["", "5\n", "[]\n", "model_config: {}\n", "\udcff"])
+def test_a_damaged_configuration_is_named(tmp_path, text):
+    _leave(tmp_path, _job(), step=4)
+    (tmp_path / "config.yaml").write_text(text, errors="surrogateescape")
+    with pytest.raises(UserError, match=r"config\.yaml(: is not UTF-8| is damaged \(it has no .*put a copy)"):
+        rundir.prepare(_job(), tmp_path, 2)
+
+
+def test_a_batch_that_the_saved_configuration_lacks_is_a_difference(tmp_path):
+    _leave(tmp_path, _job(), step=4)
+    lines = (tmp_path / "config.yaml").read_text().splitlines(keepends=True)
+    key = "gradient_accumulation_steps"
+    (tmp_path / "config.yaml").write_text("".join(line for line in lines if key not in line))
+    with pytest.raises(UserError, match=f"trainer_args.{key}: null there, 1 now"):
+        rundir.prepare(_job(), tmp_path, 2)
+
+
+@pytest.mark.parametrize("name", [b"step-00000004", b"\x9f\xff", b"../../x"])
+def test_an_incomplete_checkpoint_is_not_passed_over_in_silence(tmp_path, name):
+    _leave(tmp_path, _job(), step=4)
+    (tmp_path / "checkpoints" / "latest").write_bytes(name)
+    folder = tmp_path / "checkpoints" / "step-00000004"
+    if name.startswith(b"step"):
+        (folder / "state.json").rename(tmp_path / "kept")
+        _leave(tmp_path, _job(), step=2)
+    start = rundir.prepare(_job(), tmp_path, 2)
+    assert [note.endswith(f"which is not complete; {start.checkpoint.name} is the newest")
+            for note in start.notes] == [True]
+    for state in (tmp_path / "checkpoints").glob("step-*/state.json"):
+        state.write_text("5")
+    with pytest.raises(UserError, match="not complete, and no other checkpoint is; put its files back"):
+        rundir.prepare(_job(), tmp_path, 2)
+    assert rundir.prepare(_job(), tmp_path, 2, fresh=True).step == 0

@@ -26,7 +26,7 @@ from lmms_engine.train.manifest import (
     sha256_file,
     weights_fingerprint,
 )
-from lmms_engine.train.metrics import METRICS_FILE, read_lines
+from lmms_engine.train.metrics import METRICS_FILE, STEP_KEYS, read_lines
 from lmms_engine.train.rundir import CONFIG_FILE, is_finished
 
 # What of an image must be equal. Its commit is that of its code, which a mounted checkout hides.
@@ -115,15 +115,9 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 
 
 def _read_steps(path: Path) -> list[dict[str, Any]]:
-    try:
-        rows = read_lines(path)
-    except ValueError as error:
-        raise UserError(f"{path} is damaged ({error}): take it from a copy of the run") from error
+    rows = read_lines(path, STEP_KEYS)
     if not rows:
         raise UserError(f"{path} holds no step: there is nothing to compare with")
-    for number, row in enumerate(rows, 1):
-        if not isinstance(row, dict) or not {"step", "split", "loss"} <= row.keys():
-            raise UserError(f"{path} is damaged (row {number} is no step): take it from a copy of the run")
     return rows
 
 
