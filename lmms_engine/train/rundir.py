@@ -17,6 +17,7 @@ from lmms_engine.config_load import parse_yaml, read_yaml, show
 from lmms_engine.errors import UserError
 from lmms_engine.parallel.mesh import Mesh
 from lmms_engine.train import checkpoint
+from lmms_engine.train.claim import CLAIM_FILE
 
 log = logging.getLogger(__name__)
 
@@ -119,7 +120,7 @@ def read_config(run_dir: Path) -> dict[str, Any]:
 
 def move_aside(run_dir: Path) -> None:
     """Renames a run folder that holds anything to `<name>.<time>`, and makes an empty one. Rank 0 only."""
-    if not any(run_dir.iterdir()):
+    if all(path.name == CLAIM_FILE for path in run_dir.iterdir()):
         return
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
     names = itertools.chain([stamp], (f"{stamp}-{number}" for number in itertools.count(2)))

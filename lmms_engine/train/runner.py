@@ -9,7 +9,7 @@ import logging
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from lmms_engine.parallel.mesh import Mesh, build_mesh
 from lmms_engine.plugins import load_plugins
 from lmms_engine.train import checkpoint, rundir
 from lmms_engine.train.backend import build_backend
+from lmms_engine.train.claim import Claim
 from lmms_engine.train.crash import CrashReport
 from lmms_engine.train.data import build_loader, eval_loaders
 from lmms_engine.train.drawings import write_drawings
@@ -92,17 +93,22 @@ class TrainRunner:
         self._stop_asked = False
         self._idle_epochs = 0
         self._shown: list[Shown] | None = None
+        self._claims = ExitStack()
 
     def build(self) -> TrainRunner:
         """Makes everything a run needs; after it `run` can start. Builds nothing for a finished run."""
+        with self._claims:
+            self._build()
+            self._claims = self._claims.pop_all()   # kept to the end of the run
+        return self
+
+    def _build(self) -> None:
         job, mesh = self.job, self.mesh
         plugins = load_plugins(job)
-        self.start = rundir.on_main(
-            mesh, lambda: rundir.prepare(job, self.run_dir, mesh.dp_size, fresh=self.fresh)
-        )
+        self.start = rundir.on_main(mesh, self._claim_folder)
         self.step = self._saved_step = self.start.step
         if self.start.finished:
-            return self
+            return
         self.loader = build_loader(job, mesh.dp_rank, mesh.dp_size, pin_memory=mesh.device.type == "cuda")
         self.loader.processor  # noqa: B018 - opened here, so that a wrong name stops before the model is built
         self.eval_loaders = eval_loaders(job, mesh.dp_rank, mesh.dp_size)
@@ -112,15 +118,15 @@ class TrainRunner:
         self.backend = build_backend(self.objective, job, mesh)
         self._resume_model()
         self._open_run_folder(plugins)
-        return self
 
     def run(self) -> None:
         """Trains to the end and writes the last checkpoint and the report. Raises Terminated on SIGTERM."""
         if self.start.finished:
+            self._claims.close()
             log.info("finished at step %d: nothing to do (%s)", self.step, self.run_dir)
             return
         crash = CrashReport(self.run_dir, self.mesh.rank, self.job.trainer.ddp_timeout)
-        with self._catch_sigterm(), self._trackers(), self._progress_bar(), crash:
+        with self._claims, self._catch_sigterm(), self._trackers(), self._progress_bar(), crash:
             done = False
             while not done:
                 clock = StepClock(self.mesh.device)
@@ -291,6 +297,18 @@ class TrainRunner:
 
     # Beginning
 
+    def _claim_folder(self) -> rundir.Start:
+        """Keeps other processes out of the run folder and says where the run in it begins. Rank 0 only."""
+        rundir.require_writable(self.run_dir)
+        self._claims.callback(Claim(self.run_dir).close)
+        return rundir.prepare(self.job, self.run_dir, self.mesh.dp_size, fresh=self.fresh)
+
+    def _move_aside(self) -> None:
+        """Begins in an empty folder. Rank 0 only."""
+        self._claims.close()   # its file would go with the old folder
+        rundir.move_aside(self.run_dir)
+        self._claims.callback(Claim(self.run_dir).close)
+
     def _resume_data(self) -> None:
         """Puts the loader where the checkpoint was; other data are refused before a model is built."""
         if self.start.checkpoint is not None:
@@ -321,7 +339,7 @@ class TrainRunner:
             weights=job.model.load_from_pretrained_path,
         )
         if self.fresh:
-            rundir.on_main(mesh, lambda: rundir.move_aside(self.run_dir))
+            rundir.on_main(mesh, self._move_aside)
 
         def begin() -> None:
             write_manifest(self.run_dir, manifest, resumed_from=self.step)
