@@ -11,6 +11,7 @@ failed; 2 the command or the configuration is wrong; 130 interrupted; 143 stoppe
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import signal
 import sys
@@ -30,6 +31,7 @@ from lmms_engine.registry import nearest
 
 USAGE, FAILED, INTERRUPTED = 2, 1, 130
 LOOK = "crash-rank*.json in the run folder tell what each was doing"
+NO_ROOM = "make room on the disk of %s, then a new start goes on from the last checkpoint"
 DESCRIPTION = "Train the model that a configuration describes. Finished runs say so; unfinished ones resume."
 EPILOG = """\
 Mappings merge, lists replace, null resets a key to its default; later beats earlier.
@@ -50,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
             job = job.with_output_dir(default_output_dir(configs))
         load_plugins(job)
         check_names(job)
-    except UserError as error:
+    except (UserError, OSError) as error:
         return _fail(f"error: {error}", USAGE, debug, quiet=rank != 0)
     except Exception as error:
         return _fail(_internal(error), FAILED, debug, quiet=rank != 0)
@@ -59,7 +61,8 @@ def main(argv: list[str] | None = None) -> int:
         with _terminated_by_sigterm():
             train(job, is_main=rank == 0, rank=rank, debug=debug, fresh="--fresh" in arguments)
     except (UserError, OSError) as error:
-        return _fail_together(f"error: {_one_line(error)}", FAILED, debug, rank)
+        remedy = f"; {NO_ROOM % job.trainer.output_dir}" if _is_about_room(error) else ""
+        return _fail_together(f"error: {_one_line(error)}{remedy}", FAILED, debug, rank)
     except Terminated as stop:
         return int(stop.code)
     except KeyboardInterrupt:
@@ -156,6 +159,11 @@ def _terminated_by_sigterm() -> Iterator[None]:
 def _internal(error: Exception) -> str:
     what = f"{type(error).__name__}: {_one_line(error)}"
     return f"internal error: {what} (run again with --debug for the traceback)"
+
+
+def _is_about_room(error: Exception) -> bool:
+    """Whether a disk is full; the system often names no file then."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def _is_about_others(error: Exception) -> bool:

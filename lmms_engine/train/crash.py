@@ -8,6 +8,7 @@ where in the code it was, and what it last asked of the others.
 from __future__ import annotations
 
 import json
+import logging
 import sys
 import threading
 import time
@@ -19,6 +20,8 @@ from typing import Any
 
 from lmms_engine.datasets.batch import PackedBatch
 from lmms_engine.parallel.flight import last_collectives
+
+LOG = logging.getLogger(__name__)
 
 # NCCL ends the process when a collective times out, without a word to Python; so it is written before that.
 PATIENCE = 0.9   # of the collectives' timeout
@@ -81,7 +84,11 @@ class CrashReport:
             "collectives": self._collectives or last_collectives(),
             "micro_batches": [describe(batch) for batch in self._micros],
         }
-        self.path.write_text(json.dumps(body, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        text = json.dumps(body, indent=2, ensure_ascii=False) + "\n"
+        try:
+            self.path.write_text(text, encoding="utf-8", errors="backslashreplace")
+        except OSError as failure:   # a full disk, say; the error itself is still to be told
+            LOG.warning("%s could not be written: %s", self.path, failure.strerror)
 
 
 def describe(batch: PackedBatch) -> dict[str, Any]:

@@ -186,7 +186,12 @@ class TestEnding:
         ("error", "code", "line"),
         [
             (UserError("mend this"), 1, "error: mend this"),
-            (OSError(28, "No space left on device"), 1, "error: [Errno 28] No space left on device"),
+            (
+                OSError(28, "No space left on device"), 1,
+                "error: [Errno 28] No space left on device; make room on the disk of runs/x, then a new start "
+                "goes on from the last checkpoint",
+            ),
+            (OSError(5, "Input/output error"), 1, "error: [Errno 5] Input/output error"),
             (
                 RuntimeError("two\nlines"),
                 1,

@@ -38,6 +38,12 @@ def test_an_error_names_step_rows_and_media(tmp_path: Path) -> None:
     assert second["stand_ins"] == 1
 
 
+def test_an_error_is_not_lost_where_nothing_can_be_written(tmp_path: Path, said) -> None:
+    with pytest.raises(RuntimeError, match="planted"), CrashReport(tmp_path / "gone", 3, 60):
+        raise RuntimeError("planted")
+    assert "crash-rank3.json could not be written: No such file" in said.text
+
+
 def test_a_step_that_takes_too_long_is_written_down_while_it_lasts(tmp_path: Path) -> None:
     with CrashReport(tmp_path, 0, 0.1) as report:
         report.note(5, MICROS)
