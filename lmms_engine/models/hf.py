@@ -63,12 +63,13 @@ def read_config(section: ModelSection) -> PretrainedConfig:
             if kind is not None:
                 for_type(kind)   # a family of ours makes its config known on import
             config = AutoConfig.from_pretrained(folder)
-        except (ValueError, OSError, KeyError, StrictDataclassError) as error:
+        except (ValueError, OSError, LookupError, TypeError, AttributeError, StrictDataclassError) as error:
             raise UserError(
                 f"model_config.load_from_pretrained_path={source}: no usable config.json: {_line(error)}"
             ) from error
     for_type(config.model_type)
     _check_rope(config)
+    _check_widths(config)
     for part in (config, *(getattr(config, name) for name in config.sub_configs)):
         if part is not None:
             part.dtype = torch.float32   # masters; the compute type is the backend's business
@@ -133,6 +134,27 @@ def _check_rope(config: PretrainedConfig) -> None:
         raise UserError(
             f"mrope_section={sections} sums to {sum(sections)}; "
             f"it must be half the head dimension, {head_dim // 2}"
+        )
+
+
+def _check_widths(config: PretrainedConfig) -> None:
+    """Sizes that the library takes as they are, and that fail deep inside the first forward."""
+    text, vision = config.get_text_config(), getattr(config, "vision_config", None)
+    for key in ("hidden_size", "vocab_size", "num_attention_heads", "num_key_value_heads"):
+        if getattr(text, key, 1) < 1:
+            given = f"{type(text).__name__}.{key}={getattr(text, key)}"
+            raise UserError(f"model_config: {given}: not legal (legal: a whole number >= 1)")
+    heads, shared = getattr(text, "num_attention_heads", 1), getattr(text, "num_key_value_heads", 1)
+    if heads % shared:
+        raise UserError(
+            f"model_config: {type(text).__name__}.num_key_value_heads={shared}: does not divide the {heads} "
+            "attention heads"
+        )
+    out = getattr(vision, "out_hidden_size", None)
+    if out is not None and out != text.hidden_size:
+        raise UserError(
+            f"model_config: vision_config.out_hidden_size={out}: must be the text model's hidden_size, "
+            f"{text.hidden_size}"
         )
 
 
@@ -410,6 +432,9 @@ def export(
         if processor is not None:
             processor.save_pretrained(unfinished)
         _replace(unfinished, folder)
+    except SafetensorError as error:
+        remedy = "make room or choose another --out"
+        raise UserError(f"{folder} could not be written: {error}; {remedy}") from None
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 

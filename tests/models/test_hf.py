@@ -378,3 +378,26 @@ def test_export_refuses_half_a_model(tmp_path: Path) -> None:
     stream = list(hf.weight_stream(spec, config, None, 0))[1:]
     with pytest.raises(ValueError, match="every weight once"):
         hf.export(spec, config, stream, tmp_path / "out", dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("part", "key", "value", "said"),
+    [
+        ("text_config", "num_key_value_heads", 3, "num_key_value_heads=3: does not divide"),
+        ("text_config", "vocab_size", 0, "vocab_size=0: not legal"),
+        ("text_config", "hidden_size", -8, "hidden_size=-8: not legal"),
+        ("vision_config", "out_hidden_size", 8, "out_hidden_size=8: must be the text model's hidden_size"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_named(part: str, key: str, value: int, said: str) -> None:
+    mapping = tiny_mapping("qwen3_vl")
+    mapping[part][key] = value
+    with pytest.raises(UserError, match=said):
+        hf.read_config(given(load_from_config=mapping))
+
+
+@pytest.mark.parametrize("text", ["[]", "5", "null"])
+def test_a_config_file_of_another_kind(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(UserError, match=f"{tmp_path}: no usable config.json"):
+        hf.read_config(given(load_from_pretrained_path=str(tmp_path)))

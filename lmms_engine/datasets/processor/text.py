@@ -71,8 +71,8 @@ class TextProcessor:
         template = _template(extra_kwargs or {})
         try:
             tokenizer = AutoTokenizer.from_pretrained(str(folder_or_id))
-        except (OSError, ValueError) as error:
-            reason = str(error).splitlines()[0]
+        except (OSError, ValueError, TypeError, AttributeError, LookupError) as error:
+            reason = next(iter(str(error).splitlines()), type(error).__name__)
             raise UserError(f"no tokenizer can be opened from {folder_or_id}: {reason}") from None
         if template is not None:
             tokenizer.chat_template = template

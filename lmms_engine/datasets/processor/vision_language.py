@@ -169,8 +169,8 @@ class VisionLanguageProcessor:
             raise UserError(f"{where}: no processor can be opened: there is no such folder")
         try:
             hf = AutoProcessor.from_pretrained(str(folder_or_id))
-        except (OSError, ValueError) as error:
-            reason = str(error).splitlines()[0]
+        except (OSError, ValueError, TypeError, AttributeError, LookupError) as error:
+            reason = next(iter(str(error).splitlines()), type(error).__name__)
             raise UserError(f"{where}: no processor can be opened: {reason}") from None
         return cls(
             hf,
