@@ -33,6 +33,11 @@ if TYPE_CHECKING:
 
     from lmms_engine.datasets.schema import Message, Row
 
+# What a template may raise: its own errors, and those of the Python expressions in it.
+TEMPLATE_ERRORS = (
+    jinja2.TemplateError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RecursionError,
+)  # fmt: skip
+
 _PROBE = (
     {"role": "user", "content": "first question"},
     {"role": "assistant", "content": "first answer"},
@@ -125,7 +130,7 @@ class ChatTemplate:
                 tokenize=False,
                 add_generation_prompt=prompt,
             )
-        except jinja2.TemplateError as error:
+        except TEMPLATE_ERRORS as error:
             raise BadRow("template", f"the chat template refuses this conversation: {error}") from None
 
     def _find_tail(self, special: list[str]) -> tuple[str, int]:
@@ -139,6 +144,8 @@ class ChatTemplate:
             raise UserError(f"a chat of two questions and answers: {error}") from None
         for prompt, turn in zip(prompts, turns, strict=True):
             self._check_prefix(prompt, turn, text)
+        if _PROBE[-1]["content"] not in text:
+            raise UserError("the chat template does not write what an answer says; use the model's own")
         tail = text[text.rindex(_PROBE[-1]["content"]) + len(_PROBE[-1]["content"]) :]
         marker = re.search("|".join(re.escape(token) for token in special), tail)
         if marker is None:

@@ -328,3 +328,17 @@ def test_end_marker_is_supervised_when_it_is_the_pad_token(tokenizer: Any) -> No
     for one, other in zip(expected, usual, strict=True):
         np.testing.assert_array_equal(one, other)
     assert (usual[0][usual[1]] == same.eos_token_id).sum() == 2
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("hello<|im_end|>", "does not write what an answer says"),
+        ("{{ 1 / 0 }}", "refuses this conversation: division by zero"),
+        ("{{ messages[9].content + 3 }}", "refuses this conversation"),
+        ("{% for i in range(10 ** 9) %}x{% endfor %}", "refuses this conversation: Range too big"),
+    ],
+)
+def test_templates_that_cannot_work(tokenizer: Any, template: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        ChatTemplate(tokenizer, template, PLACEHOLDERS)
