@@ -496,6 +496,8 @@ def translate(tree: Any, problems: list[str], section: str = "", path: str = "")
         given = tree.get(other)
         if of == section and tree.get(key) == value and given is not None and given in values:
             problems.append(f"{path}.{key}={show(value)}: contradicts {path}.{other}={show(given)}")
+    if section == "trainer_args" and "no" in (tree.get("eval_strategy"), tree.get("evaluation_strategy")):
+        ours.setdefault("eval_steps", None)   # what an earlier file says of it is over
     if not section:
         _check_evaluation(tree, ours, problems)
     return ours

@@ -136,7 +136,7 @@ class DatasetSection(Section):
     media_timeout_s: PositiveFloat = 180.0    # for one picture, clip or sound; beyond it the row is bad
     on_bad_row: Literal["stop", "skip"] = "stop"
     max_skip_fraction: Fraction = 0.05        # with skip: more bad rows than this stop the run
-    num_logical_shards: Positive = 32         # the order of the data is a function of it
+    num_logical_shards: Annotated[int, Field(ge=1, le=65536)] = 32   # decides the order of the data
     mixture_stop: Literal["first", "all"] = "all"   # an epoch ends with the first, or with the last source
 
     @model_validator(mode="before")
@@ -197,7 +197,7 @@ class TrainerSection(Section):
     eval_steps: Positive | None = None
     logging_steps: Positive = 1
     report_to: Trackers = ("wandb",)
-    seed: Annotated[int, Field(ge=0)] = 42
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 42
     log_rows: bool = False
     ddp_timeout: Positive = 1800   # seconds that a rank waits for the others in a collective
 

@@ -27,6 +27,8 @@ HUB_ID = (
     r"(?P<repo>(?:[\w.-]+/)?[\w.-]+)(?:@(?P<revision>[^:@]+))?"
     r"(?::(?P<config>[\w.-]*)(?::(?P<split>[\w.-]+))?)?"
 )
+MAX_DEPTH, MAX_VALUES = 100, 1_000_000   # of a YAML text
+NESTED = "nested too deeply; does an alias hold itself?"
 MAX_SHOWN = 120   # characters of a value in an error message
 
 
@@ -97,13 +99,30 @@ _set_up()
 def parse_yaml(text: str, where: str) -> Any:
     """The value that a YAML text holds; `where` names it in the error."""
     try:
-        return yaml.load(text, Loader=Loader)   # a subclass of SafeLoader: builds plain data only
+        value = yaml.load(text, Loader=Loader)   # a subclass of SafeLoader: builds plain data only
+        _check_size(value, where)
+        return value
+    except RecursionError:
+        raise UserError(f"{where}: {NESTED}") from None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f":{mark.line + 1}" if mark else ""
         raise UserError(f"{where}{line}: not valid YAML: {error.problem or error.context}") from error
     except (yaml.YAMLError, ValueError) as error:
         raise UserError(f"{where}: not valid YAML: {' '.join(str(error).split())}") from error
+
+
+def _check_size(value: Any, where: str) -> None:
+    """Refuses what aliases (`*name`) can blow up: values that hold themselves, or one another many times."""
+    level, depth, seen = [value], 0, 0
+    while level:
+        depth, seen = depth + 1, seen + len(level)
+        if depth > MAX_DEPTH:
+            raise UserError(f"{where}: {NESTED}")
+        if seen > MAX_VALUES:
+            raise UserError(f"{where}: more than {MAX_VALUES:,} values; do its aliases multiply?")
+        mappings = [item.values() for item in level if isinstance(item, dict)]
+        level = [one for items in (*mappings, *(i for i in level if isinstance(i, list))) for one in items]
 
 
 def read_yaml(path: Path) -> Any:

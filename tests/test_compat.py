@@ -572,6 +572,16 @@ class TestRefusals:
         content["trainer_args"]["eval_strategy"] = "steps"
         assert Job.from_dict(content).trainer.eval_steps == 5
 
+    def test_evaluation_switched_off_on_top_of_a_file(self) -> None:
+        Path("a.yaml").write_text(
+            "model_config: {load_from_pretrained_path: a}\ntrainer_args: {eval_steps: 5}\n"
+            "dataset_config: {datasets: [{path: x}], eval_datasets: [{path: y}]}"
+        )
+        for key in ("eval_strategy", "evaluation_strategy"):
+            off = f"trainer_args.{key}=no"
+            assert load_job([Path("a.yaml")], [off]).trainer.eval_steps is None
+            assert load_job([Path("a.yaml")], [off, "trainer_args.eval_steps=3"]).trainer.eval_steps == 3
+
     def test_layers_of_aliases(self) -> None:
         Path("a.yaml").write_text(
             "trainer_args: {gradient_checkpointing: true}\nmodel_config: {load_from_pretrained_path: a}\n"

@@ -385,7 +385,7 @@ class TestNumbersAndKeys:
             ),
             ("trainer_args", "bf16", 1, "trainer_args.bf16=1: not legal (legal: true or false)"),
             ("trainer_args", "bf16", "yes", "trainer_args.bf16=yes: not legal (legal: true or false)"),
-            ("trainer_args", "seed", True, "trainer_args.seed=true: not legal (legal: a whole number >= 0)"),
+            ("trainer_args", "seed", True, "trainer_args.seed=true: not legal (legal: a whole number >= 0"),
             (
                 "trainer_args",
                 "adam_beta1",
