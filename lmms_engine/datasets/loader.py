@@ -268,7 +268,10 @@ class Loader:
         now = {**self._identity, "processor": self.processor.fingerprint}
         differences = _differences(merged["identity"], now)
         if differences:
-            raise UserError(f"the saved data state does not fit this run: {'; '.join(differences)}")
+            raise UserError(
+                f"the saved data state does not fit this run: {'; '.join(differences)}. Put back what has "
+                "changed, or start anew with FRESH=1 (moves the old folder aside)"
+            )
         missing = [shard for shard in self._shards if str(shard) not in merged["shards"]]
         if missing:
             raise UserError(

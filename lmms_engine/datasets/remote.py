@@ -56,7 +56,8 @@ def fetch(url: str, deadline: Deadline) -> bytes:
             break
         except Exception as error:   # each kind of store has errors of its own
             reason = error if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-    raise BadRow("media_missing", f"cannot fetch {name}: {reason}")
+    hint = "see that the address is right and its server answers, or keep a copy beside the rows"
+    raise BadRow("media_missing", f"cannot fetch {name}: {reason}; {hint}")
 
 
 def _in_time(call: Callable[[], T], deadline: Deadline) -> T:

@@ -152,7 +152,13 @@ def build_mesh(trainer: TrainerSection | None = None) -> Mesh:
     if on_gpu:
         torch.cuda.set_device(device)
     if not dist.is_initialized():
-        store = None if "MASTER_ADDR" in os.environ else dist.HashStore()
+        lacking = {"MASTER_ADDR", "MASTER_PORT"} - os.environ.keys()
+        if lacking and world_size > 1:
+            raise UserError(
+                f"WORLD_SIZE={world_size}, but {' and '.join(sorted(lacking))} not set in the environment: "
+                "start the ranks with torchrun or launch.sh, or unset WORLD_SIZE to train in one process"
+            )
+        store = dist.HashStore() if lacking else None
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
             store=store,

@@ -112,7 +112,7 @@ def test_a_server_that_recovers_is_asked_again(server: Server) -> None:
 @pytest.mark.parametrize(("status", "attempts"), [(404, 1), (403, 1), (429, ATTEMPTS), (500, ATTEMPTS)])
 def test_a_server_that_says_no(server: Server, status: int, attempts: int) -> None:
     server.answers = [say(status)]
-    with pytest.raises(BadRow, match=f"{server.url}.*HTTP {status}") as caught:
+    with pytest.raises(BadRow, match=f"{server.url}.*HTTP {status}.*; see that the") as caught:
         get(server.url + "/a.png")
     assert caught.value.kind == "media_missing"
     assert len(server.asked) == attempts

@@ -95,3 +95,16 @@ def test_one_process_is_a_mesh_too():
         assert (mesh.dp_size, mesh.sp_size, mesh.ep_size, mesh.shard_size) == (1, 1, 1, 1)
         assert mesh.device == torch.device("cpu")
         assert dataclasses.replace(mesh, sp_size=2).sum_over_data({"rows": 3.0}) == {"rows": 1.5}
+
+
+def test_ranks_without_an_address_are_told_how_to_start(monkeypatch):
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match=r"WORLD_SIZE=2, but MASTER_PORT not set .*torchrun"):
+        build_mesh()
+    monkeypatch.delenv("WORLD_SIZE")
+    try:
+        assert build_mesh().world_size == 1   # an address alone, left by something else, asks for nothing
+    finally:
+        dist.destroy_process_group()

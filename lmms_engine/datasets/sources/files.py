@@ -103,6 +103,8 @@ def local_files(path: str, kind: str) -> tuple[list[LocalFile], Path | None]:
         return [LocalFile(path)], Path(path).parent
     if os.path.isdir(path):
         return [LocalFile(file) for file in _folder_files(Path(path), kind)], Path(path)
+    if os.path.exists(path):
+        raise UserError(f"dataset '{path}' is a pipe, socket or device; write its rows to a file")
     if any(mark in path for mark in "*?["):
         found = sorted(file for file in glob.glob(path, recursive=True) if os.path.isfile(file))
         if found:
