@@ -19,13 +19,12 @@ does not wait for the host; sdpa alone asks the device for the boundaries, so it
 flex builds its block mask once for a shape, as a model's layers share it. `host` is what a forward and
 backward takes to enqueue. TFLOP/s count the visible pairs once (causal: half).
 
-flash_attn_4 is the package flash-attn-4, called directly; it is no backend of the engine.
+flash_attn_4 is the package called directly, so that shapes which the engine hands to varlen are seen too.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import itertools
 import json
 import statistics
@@ -46,7 +45,7 @@ from lmms_engine.segments import Segments
 BOUND = 1e-2
 PARTS = ("out", "dq", "dk", "dv")
 BACKENDS = ("varlen", "flash_attn", "flex", "sdpa")
-CANDIDATE = "flash_attn_4"
+DIRECT = "flash_attn_4"
 Attention = Callable[[Tensor, Tensor, Tensor, Segments, float], Tensor]
 
 
@@ -131,28 +130,13 @@ def candidates(
     """What can be run on this device, and why the rest cannot."""
     ways: dict[str, Attention] = {}
     left_out: dict[str, str] = {}
-    for name in asked or [*BACKENDS, CANDIDATE]:
-        if name == CANDIDATE:
-            problem = _problem_of_flash_attn_4(device)
-        elif name == "flex" and device.type == "cpu":
-            problem = ""   # its forward runs there
-        else:
-            problem = unusable(name, device, torch.bfloat16)
-        if problem:
+    for name in asked or [*BACKENDS, DIRECT]:
+        runs = name == "flex" and device.type == "cpu"   # its forward does
+        if problem := "" if runs else unusable(name, device, torch.bfloat16):
             left_out[name] = problem
         else:
-            ways[name] = _flash_attn_4 if name == CANDIDATE else partial(_engine, name=name)
+            ways[name] = _flash_attn_4 if name == DIRECT else partial(_engine, name=name)
     return ways, left_out
-
-
-def _problem_of_flash_attn_4(device: torch.device) -> str:
-    if device.type != "cuda":
-        return f"it needs a GPU, and this run is on {device.type}"
-    try:
-        installed = importlib.util.find_spec("flash_attn.cute") is not None
-    except ImportError as error:   # no flash_attn at all, or a flash-attn beside it that does not load
-        return f"flash_attn.cute cannot be imported: {error}"
-    return "" if installed else "the package flash-attn-4 is not installed"
 
 
 # ---- error and time ----------------------------------------------------------------------------------
@@ -326,7 +310,7 @@ def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--tiny", action="store_true", help="small shapes, for a dry run on any machine")
     parser.add_argument("--shapes", default=None, help=f"some of {','.join(SHAPES)}")
-    parser.add_argument("--backends", default=None, help=f"some of {','.join([*BACKENDS, CANDIDATE])}")
+    parser.add_argument("--backends", default=None, help=f"some of {','.join([*BACKENDS, DIRECT])}")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--out", type=Path, default=None, help="write the figures here too")
     given = parser.parse_args(words)
@@ -337,7 +321,7 @@ def main(words: list[str] | None = None) -> int:
     shapes = TINY if given.tiny else SHAPES
     for option, names, legal in (
         ("--shapes", given.shapes, shapes),
-        ("--backends", given.backends, [*BACKENDS, CANDIDATE]),
+        ("--backends", given.backends, [*BACKENDS, DIRECT]),
     ):
         unknown = [name for name in (names or "").split(",") if name and name not in legal]
         if unknown:

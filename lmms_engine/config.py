@@ -72,7 +72,7 @@ class ModelSection(Section):
 
     load_from_pretrained_path: Name | None = None   # hub id or folder
     load_from_config: dict[str, Any] | None = None  # nested or flat; models/hf.py checks it
-    attn_implementation: Literal["auto", "flash_attn", "varlen", "flex", "sdpa"] = "auto"
+    attn_implementation: Literal["auto", "flash_attn", "flash_attn_4", "varlen", "flex", "sdpa"] = "auto"
 
 
 class DatasetEntry(Section):

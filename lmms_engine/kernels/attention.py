@@ -1,4 +1,4 @@
-"""Attention over flat sequences: one function, four backends, and the doors by which library models reach it.
+"""Attention over flat sequences: one function, five backends, and the doors by which library models reach it.
 
 `attend` works on flat tensors and `Segments`. `install` registers it with transformers under two names, one
 for decoders (boundaries from our `segments` keyword) and one for encoders (boundaries the tower computes);
@@ -32,7 +32,11 @@ from lmms_engine.segments import Segments
 
 log = logging.getLogger(__name__)
 
-ALIASES = {"flash_attention_2": "flash_attn"}
+ALIASES = {"flash_attention_2": "flash_attn", "flash_attention_4": "flash_attn_4"}
+
+# Head dimensions that flash-attn-4 4.0.0b36 was measured right for on an H200; at 72 and 80 the gradient of
+# the queries was not (benchmarks/README.md).
+FLASH_ATTN_4_DIMS = (64, 128)
 
 
 class Exchange(Protocol):
@@ -81,7 +85,7 @@ def attend(
 
     The flash kernels know no spans: where `segments.spans` is set they hand over to `flex`.
     """
-    if segments.spans is not None and backend in ("flash_attn", "varlen"):
+    if segments.spans is not None and backend in ("flash_attn", "flash_attn_4", "varlen"):
         backend = "flex"
     return ATTENTION.get(backend)(q_THD, k_THD, v_THD, segments, scale=scale, window=window)
 
@@ -126,6 +130,17 @@ def unusable(backend: str, device: torch.device, dtype: torch.dtype) -> str:
         return f"it needs bf16 or fp16, and this run computes in {dtype}"
     if backend == "flash_attn" and importlib.util.find_spec("flash_attn_2_cuda") is None:
         return "the flash_attn package is not installed"
+    return _unusable_flash_attn_4(device) if backend == "flash_attn_4" else ""
+
+
+def _unusable_flash_attn_4(device: torch.device) -> str:
+    try:
+        if importlib.util.find_spec("flash_attn.cute") is None:
+            return "the package flash-attn-4 is not installed"
+    except ImportError as error:   # there is no flash_attn at all, or what lies beside it does not load
+        return f"the package flash-attn-4 is not installed ({error})"
+    if torch.cuda.get_device_capability(device)[0] < 9:
+        return f"it needs a Hopper GPU or a later one, and this is a {torch.cuda.get_device_name(device)}"
     return ""
 
 
@@ -143,6 +158,23 @@ def _flash_attn(q_THD, k_THD, v_THD, segments, *, scale, window):
         causal=segments.causal,
         window_size=(window - 1, 0) if window else (-1, -1),
     )
+
+
+@ATTENTION.register("flash_attn_4")
+def _flash_attn_4(q_THD, k_THD, v_THD, segments, *, scale, window):
+    """Compiles a kernel for each kind of shape at first use. Other dimensions and windows go to `varlen`."""
+    if window or q_THD.shape[-1] not in FLASH_ATTN_4_DIMS:
+        return _varlen(q_THD, k_THD, v_THD, segments, scale=scale, window=window)
+    from flash_attn.cute import flash_attn_varlen_func
+
+    out_THD, _ = flash_attn_varlen_func(
+        q_THD, k_THD, v_THD,
+        cu_seqlens_q=segments.cu_seqlens, cu_seqlens_k=segments.cu_seqlens,
+        max_seqlen_q=segments.max_len, max_seqlen_k=segments.max_len,
+        softmax_scale=scale,
+        causal=segments.causal,
+    )  # fmt: skip
+    return out_THD
 
 
 @ATTENTION.register("varlen")
@@ -235,7 +267,7 @@ def install(backend: str, exchange: Exchange | None = None) -> AttentionNames:
     must (else the tower loops over pictures in Python and hides its boundaries).
     """
     ATTENTION.get(backend)
-    suffix = {"flash_attn": "fa"}.get(backend, backend)
+    suffix = backend.replace("flash_attn", "fa")
     shared = "" if exchange is None else f"_{exchange.name}"
     names = AttentionNames(
         decoder=f"engine_decoder_{suffix}{shared}", encoder=f"engine_encoder_flash_{suffix}"

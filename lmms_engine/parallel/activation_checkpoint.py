@@ -25,7 +25,8 @@ from lmms_engine.parallel.paths import match_short, under
 
 Kind = Literal["full", "selective"]
 
-# Operators whose results `selective` keeps. Attention goes by the operator of each backend.
+# Operators whose results `selective` keeps. Attention goes by the operator of each backend; flash-attn-4 has
+# none and is run again.
 KEPT = frozenset(
     {
         "aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_grouped_mm",

@@ -34,7 +34,7 @@ def run(backend: str, qkv: list[Tensor], segments: Segments, window: int | None)
 
 @pytest.mark.parametrize("case", ["causal", "full", "window", "spans"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("backend", ["flash_attn", "varlen", "flex", "sdpa"])
+@pytest.mark.parametrize("backend", list(ATTENTION))
 def test_backend_equals_float32(backend: str, shape: tuple[int, int, int], case: str) -> None:
     if reason := unusable(backend, GPU, torch.bfloat16):
         pytest.skip(reason)

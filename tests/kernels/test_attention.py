@@ -11,7 +11,7 @@ from transformers import AttentionInterface
 
 from lmms_engine.errors import UserError
 from lmms_engine.kernels import attention
-from lmms_engine.kernels.attention import attend, install, resolve, use
+from lmms_engine.kernels.attention import ATTENTION, attend, install, resolve, use
 from lmms_engine.kernels.varlen import varlen_attention
 from lmms_engine.segments import Segments
 from tests.tiny import CPU, FAMILIES, build
@@ -101,7 +101,7 @@ def test_auto_takes_what_can_train_here(caplog: pytest.LogCaptureFixture) -> Non
     assert resolve("flex", GPU, torch.float32) == "flex"
 
 
-@pytest.mark.parametrize("name", ["flash_attn", "flash_attention_2", "varlen", "flex"])
+@pytest.mark.parametrize("name", ["flash_attn", "flash_attention_2", "flash_attn_4", "varlen", "flex"])
 def test_what_cannot_run_here_is_refused_by_name(name: str) -> None:
     with pytest.raises(UserError, match=rf"implementation={name}: it needs a GPU.*legal here: auto, sdpa"):
         resolve(name, CPU)
@@ -118,7 +118,7 @@ def test_unknown_backend_names_the_nearest() -> None:
 
 
 def test_names_steer_transformers() -> None:
-    for backend in ("sdpa", "flash_attn", "varlen", "flex"):
+    for backend in ATTENTION:
         names = install(backend)
         assert names == install(backend)
         assert "flash" not in names.decoder

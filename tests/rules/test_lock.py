@@ -59,3 +59,11 @@ def test_all_holds_every_extra(repo: Path) -> None:
     extras = tomllib.loads((repo / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     named = set(re.match(r"lmms-engine\[(.*)\]", extras["all"][0])[1].split(","))
     assert named == set(extras) - {"all"} == {"deepspeed", "fla", "wandb", "cloud", "scale", "dev"}
+
+
+def test_flash_attn_4_brings_only_what_the_lock_lacks(repo: Path, locked: dict[str, str]) -> None:
+    text = (repo / "requirements-flash-attn-4.lock").read_text()
+    names = {normal(name) for name in re.findall(r"^([A-Za-z0-9._-]+)==", text, flags=re.MULTILINE)}
+    assert "flash-attn-4" in names
+    assert not names & locked.keys()
+    assert text.count("--hash=sha256:") >= len(names)

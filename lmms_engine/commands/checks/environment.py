@@ -14,13 +14,14 @@ from packaging.utils import canonicalize_name
 from lmms_engine.commands.checks import Check
 from lmms_engine.train.manifest import git_state, image_state, package_version, sha256_file
 
-LOCK, OPTIONAL_LOCK = "requirements.lock", "requirements-flash-attn.lock"
+LOCK = "requirements.lock"
+OPTIONAL_LOCKS = ("requirements-flash-attn.lock", "requirements-flash-attn-4.lock")
 
 
 def environment_checks(root: Path) -> Iterator[Check]:
     """root: the repository."""
     yield python()
-    yield packages(root / LOCK, root / OPTIONAL_LOCK)
+    yield packages(root / LOCK, *(root / name for name in OPTIONAL_LOCKS))
     yield image(root / LOCK)
     yield repository(root)
 
@@ -33,17 +34,18 @@ def python(version: tuple[int, int] = sys.version_info[:2]) -> Check:
     return Check("python", "fail", found, "use Python 3.11, 3.12 or 3.13: make setup PYTHON=python3.12")
 
 
-def packages(lock: Path, optional: Path) -> Check:
-    """Installed versions against the lock. optional: a lock whose packages may be absent."""
+def packages(lock: Path, *optional: Path) -> Check:
+    """Installed versions against the lock. optional: locks whose packages may be absent."""
     remedy = "make build" if any((image_state() or {}).values()) else "make setup"
     if not lock.is_file():
         return Check("packages", "warn", f"no {lock.name} beside the code", "run from a clone")
     try:
         wanted = locked(lock)
-        pinned = [*wanted.items(), *(locked(optional).items() if optional.is_file() else ())]
+        others = [locked(path) for path in optional if path.is_file()]
+        pinned = [pair for versions in (wanted, *others) for pair in versions.items()]
     except (OSError, ValueError) as error:   # InvalidRequirement is a ValueError
         said = " ".join(str(error).split())[:200]
-        remedy = f"git checkout {lock.name} {optional.name}"
+        remedy = f"git checkout {' '.join(path.name for path in (lock, *optional))}"
         return Check("packages", "fail", f"a lock cannot be read: {said}", remedy)
     if not wanted:
         return Check("packages", "fail", f"{lock.name} names no package", f"git checkout {lock.name}")
