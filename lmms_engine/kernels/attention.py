@@ -32,7 +32,7 @@ from lmms_engine.segments import Segments
 
 log = logging.getLogger(__name__)
 
-ALIASES = {"flash_attention_2": "flash_attn", "flash_attention_4": "flash_attn_4"}
+ALIASES = {"flash_attention_2": "flash_attn"}
 
 # Head dimensions that flash-attn-4 4.0.0b36 was measured right for on an H200; at 72 and 80 the gradient of
 # the queries was not (benchmarks/README.md).

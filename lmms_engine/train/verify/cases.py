@@ -77,7 +77,7 @@ def _zero(stage: int) -> dict[str, Any]:
 def _attention(backend: str) -> dict[str, Any]:
     return {
         "model_config.attn_implementation": backend,
-        "trainer_args.bf16": backend in ("flash_attn", "varlen"),   # these know half precision only
+        "trainer_args.bf16": "flash" in backend or backend == "varlen",   # these know half precision only
     }
 
 
@@ -114,11 +114,23 @@ CASES: tuple[Case, ...] = (
         "all blocks recomputed",
         changes={"trainer_args.fsdp_config.activation_checkpointing": True},
     ),
+    Case(
+        "selective",
+        "all blocks recomputed, but for their products",
+        changes={"trainer_args.fsdp_config.activation_checkpointing": "selective"},
+    ),
     Case("attention-flex", "flex attention", changes=_attention("flex")),
     Case("attention-varlen", "torch's varlen attention, bf16", changes=_attention("varlen")),
     Case("attention-flash", "flash-attn, bf16", changes=_attention("flash_attn")),
+    Case("attention-flash-4", "flash-attn-4, bf16", changes=_attention("flash_attn_4")),
     Case("kernels", "fused kernels", changes={"trainer_args.use_liger_kernel": True}, needs_gpu=True),
     Case("fsdp-2", "FSDP2 over two ranks", 2),
+    Case(
+        "offload",
+        "FSDP2 over two ranks, weights and optimiser on the host",
+        2,
+        changes={"trainer_args.fsdp_config.cpu_offload": True},
+    ),
     Case("uneven", "two ranks, one of which has one pack and then nothing", 2, "uneven"),
     Case("modalities", "two ranks, one with all the pictures, one with none", 2, "modalities"),
     Case("sp-2", "two ranks share each sequence", 2, changes=_sharing(sp=2)),
