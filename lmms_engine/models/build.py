@@ -27,7 +27,7 @@ def build_processor(job: Job) -> Processor:
         )
     model = read_config(job.model)
     name = config.processor_type or for_type(model.model_type).name
-    processor = PROCESSORS.get(name).from_pretrained(
+    return PROCESSORS.get(name).from_pretrained(
         source,
         config=model,
         max_length=data.max_length or data.packing_length,
@@ -37,23 +37,22 @@ def build_processor(job: Job) -> Processor:
         extra_kwargs=config.extra_kwargs,
         overlong=data.overlong,
     )
-    _check_tokens(processor, model, source)
-    return processor
 
 
-def _check_tokens(processor: Processor, model: PretrainedConfig, source: str) -> None:
-    """Raises UserError for a tokenizer that is not the model's, where its ids would show that."""
+def check_tokens(processor: Processor, model: PretrainedConfig) -> None:
+    """Raises UserError for a tokenizer that is not the model's, where its ids show that. Before training."""
     tokenizer, vocabulary = getattr(processor, "tokenizer", None), model.get_text_config()
     size = getattr(vocabulary, "vocab_size", None)
     if tokenizer is not None and size is not None and len(tokenizer) > size:
         raise UserError(
-            f"the tokenizer in {source} has {len(tokenizer)} tokens, and the model's vocab_size is {size}; "
-            "use the model's own processor"
+            f"the processor's tokenizer has {len(tokenizer)} tokens, and the model's vocab_size is {size}; "
+            "name the model's own in dataset_config.processor_config.processor_name"
         )
     for kind in ("image", "video"):
         ours, theirs = getattr(processor, f"{kind}_token", None), getattr(model, f"{kind}_token_id", None)
         if isinstance(ours, int) and theirs is not None and ours != theirs:
             raise UserError(
-                f"the processor in {source} marks a place for {kind}s with token {ours}, and the model's "
-                f"{kind}_token_id is {theirs}; use the model's own processor"
+                f"the processor marks a place for {kind}s with token {ours}, and the model's "
+                f"{kind}_token_id is {theirs}; name the model's own in "
+                "dataset_config.processor_config.processor_name"
             )

@@ -69,7 +69,6 @@ def read_config(section: ModelSection) -> PretrainedConfig:
             ) from error
     for_type(config.model_type)
     _check_rope(config)
-    _check_widths(config)
     for part in (config, *(getattr(config, name) for name in config.sub_configs)):
         if part is not None:
             part.dtype = torch.float32   # masters; the compute type is the backend's business
@@ -192,6 +191,7 @@ def local_folder(path_or_id: str, *, weights: bool) -> Path:
 
 def build_meta(spec: ModelSpec, config: PretrainedConfig) -> nn.Module:
     """The library model without storage, ties in place. Sizes that do not fit raise UserError."""
+    _check_widths(config)
     try:
         with torch.device("meta"):
             model = spec.model_class(copy.deepcopy(config))

@@ -20,7 +20,9 @@ from lmms_engine.config import Job
 from lmms_engine.datasets.batch import PackedBatch
 from lmms_engine.datasets.loader import Loader, merge_states
 from lmms_engine.errors import Terminated, UserError
+from lmms_engine.models.build import check_tokens
 from lmms_engine.models.flops import Flops
+from lmms_engine.models.hf import read_config
 from lmms_engine.parallel.mesh import Mesh, build_mesh
 from lmms_engine.plugins import load_plugins
 from lmms_engine.train import checkpoint, rundir
@@ -110,7 +112,7 @@ class TrainRunner:
         if self.start.finished:
             return
         self.loader = build_loader(job, mesh.dp_rank, mesh.dp_size, pin_memory=mesh.device.type == "cuda")
-        self.loader.processor  # noqa: B018 - opened here, so that a wrong name stops before the model is built
+        check_tokens(self.loader.processor, read_config(job.model))   # a wrong one stops before the model
         self.eval_loaders = eval_loaders(job, mesh.dp_rank, mesh.dp_size)
         self._resume_data()
         fresh = self.start.checkpoint is None

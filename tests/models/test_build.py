@@ -12,7 +12,8 @@ import pytest
 from data_prep.processors import write_processors
 from lmms_engine.config import Job
 from lmms_engine.errors import UserError
-from lmms_engine.models.build import build_processor
+from lmms_engine.models.build import build_processor, check_tokens
+from lmms_engine.models.hf import read_config
 from tests.runs import MODEL
 
 
@@ -35,12 +36,17 @@ def job(folder: Path, part: str | None = None, **changes: Any) -> Job:
     )
 
 
+def check(folder: Path, part: str | None = None, **changes: Any) -> None:
+    made = job(folder, part, **changes)
+    check_tokens(build_processor(made), read_config(made.model))
+
+
 def test_a_tokenizer_of_another_model_is_refused(folder: Path) -> None:
-    assert build_processor(job(folder)).image_token == 524
-    with pytest.raises(UserError, match="has 541 tokens, and the model's vocab_size is 530; use the"):
-        build_processor(job(folder, "text_config", vocab_size=530))
-    with pytest.raises(UserError, match=r"a place for images with token 524, .* image_token_id is 5;"):
-        build_processor(job(folder, image_token_id=5))
+    check(folder)
+    with pytest.raises(UserError, match="has 541 tokens, and the model's vocab_size is 530; name the"):
+        check(folder, "text_config", vocab_size=530)
+    with pytest.raises(UserError, match=r"a place for images with token 524, .* image_token_id is 5; name"):
+        check(folder, image_token_id=5)
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "processor_config.json"])
