@@ -100,8 +100,6 @@ def parse_yaml(text: str, where: str) -> Any:
     """The value that a YAML text holds; `where` names it in the error."""
     try:
         value = yaml.load(text, Loader=Loader)   # a subclass of SafeLoader: builds plain data only
-        _check_size(value, where)
-        return value
     except RecursionError:
         raise UserError(f"{where}: {NESTED}") from None
     except yaml.MarkedYAMLError as error:
@@ -110,6 +108,8 @@ def parse_yaml(text: str, where: str) -> Any:
         raise UserError(f"{where}{line}: not valid YAML: {error.problem or error.context}") from error
     except (yaml.YAMLError, ValueError) as error:
         raise UserError(f"{where}: not valid YAML: {' '.join(str(error).split())}") from error
+    _check_size(value, where)
+    return value
 
 
 def _check_size(value: Any, where: str) -> None:

@@ -189,12 +189,12 @@ def test_show_is_short() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("a: &a {b: *a}", "nested too deeply"),
-        ("a: " + "[" * 5000 + "]" * 5000, "nested too deeply"),
+        ("a: &a {b: *a}", "an alias hold itself"),
+        ("a: " + "[" * 5000 + "]" * 5000, "an alias hold itself"),
         ("x0: &x0 [1]\n" + "".join(f"x{i}: &x{i} [{f'*x{i - 1},' * 9}]\n" for i in range(1, 9)), "aliases"),
     ],
     ids=["itself", "deep", "many"],
 )
 def test_texts_that_blow_up(text: str, said: str) -> None:
-    with pytest.raises(UserError, match=f"^a.yaml: .*{said}"):
+    with pytest.raises(UserError, match=f"^a.yaml: (nested|more) .*{said}"):
         parse_yaml(text, "a.yaml")
