@@ -188,8 +188,8 @@ class TestEnding:
             (UserError("mend this"), 1, "error: mend this"),
             (
                 OSError(28, "No space left on device"), 1,
-                "error: [Errno 28] No space left on device; make room on the disk of runs/x, then a new start "
-                "goes on from the last checkpoint",
+                "error: [Errno 28] No space left on device; make room on the disk of runs/x, then a new "
+                "start goes on from the last checkpoint",
             ),
             (OSError(5, "Input/output error"), 1, "error: [Errno 5] Input/output error"),
             (
