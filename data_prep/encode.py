@@ -30,7 +30,8 @@ from data_prep.executors import (
     submit,
 )
 from data_prep.lengths import Tokens
-from data_prep.parts import KEY, TEMPORARY, alone, put, work_folder
+from data_prep.lock import alone
+from data_prep.parts import KEY, TEMPORARY, put, work_folder
 from data_prep.rows import Chunk, Data, open_data, parts_of, placed
 from data_prep.write import portable
 from lmms_engine.datasets.limits import DEFAULT_SECONDS, media_time_limit

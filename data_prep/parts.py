@@ -7,7 +7,6 @@ again. So a call that was killed is repeated and goes on, with the result of one
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
@@ -88,15 +87,6 @@ def discard(folder: Path) -> None:
 
 def _read(path: Path) -> str | None:
     return path.read_text(encoding="utf-8") if path.is_file() else None
-
-
-@contextmanager
-def alone(out: Path) -> Iterator[None]:
-    """Waits until no other call here writes to `out`. The lock file stays: without it two could hold it."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with open(out.parent / f".{out.name}.lock", "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 @contextmanager

@@ -22,17 +22,16 @@ leaves nothing that counts as present, and two at once do the work once.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import random
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from data_prep.lock import alone
 from lmms_engine.errors import UserError
 
 FORMAT = 2  # raise it when the same arguments give other bytes
@@ -79,8 +78,7 @@ def make_sample(
         )
     if if_missing and _present(out):  # also where the parent is read-only and no lock can be taken
         return _describe(out, rows, seed)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with _lock(out.parent / f".{out.name}.lock"):
+    with alone(out):
         if _present(out):  # perhaps made by another process while this one waited
             if if_missing:
                 return _describe(out, rows, seed)
@@ -139,14 +137,6 @@ def _summary(folder: Path, made: bool, notes: tuple[str, ...] = ()) -> Summary:
 
 def _size(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-
-
-@contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock on a file, which stays: removing it would let two holders in."""
-    with open(path, "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _write(folder: Path, rows: int, seed: int, progress: Progress | None) -> None:

@@ -30,7 +30,8 @@ from data_prep.executors import (
     TimeOption,
     submit,
 )
-from data_prep.parts import KEY, TEMPORARY, Stage, alone, put, stamp_source, work_folder
+from data_prep.lock import alone
+from data_prep.parts import KEY, TEMPORARY, Stage, put, stamp_source, work_folder
 from data_prep.rows import Chunk, Data, open_data, parts_of, placed, rows_of
 from lmms_engine.datasets.schema import MediaPart, Message, Row, parse_row
 from lmms_engine.datasets.sources import Source

@@ -30,8 +30,9 @@ from data_prep.executors import (
     submit,
 )
 from data_prep.lengths import Tokens
+from data_prep.lock import alone
 from data_prep.media import open_medium
-from data_prep.parts import alone, discard, joined, put, stamp, stamp_source, work_folder
+from data_prep.parts import discard, joined, put, stamp, stamp_source, work_folder
 from data_prep.rows import Chunk, Data, open_data, parts_of, placed, rows_of
 from data_prep.write import portable, whole_text
 from lmms_engine.datasets.schema import MediaPart, Message, Row, parse_row

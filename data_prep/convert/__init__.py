@@ -20,7 +20,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 import typer
 
 from data_prep.convert.common import Options, Records
-from data_prep.parts import alone, discard, joined, put, run, work_folder
+from data_prep.lock import alone
+from data_prep.parts import discard, joined, put, run, work_folder
 from data_prep.rows import placed
 from data_prep.write import portable
 from lmms_engine.datasets.schema import MediaPart, Row, parse_row

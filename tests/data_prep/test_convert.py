@@ -307,7 +307,7 @@ def test_killed_at_any_instant_it_goes_on_to_the_same_bytes(
         for folder in (out.parent, undisturbed.parent)
     )
     assert left == right
-    assert len(left) == 30 + 2   # each picture twice; the rows and the lock
+    assert len(left) == 30 + 1   # each picture twice; the rows
 
 
 def test_a_glob_of_tables_and_one_that_is_not_there(tmp_path: Path) -> None:

@@ -191,7 +191,7 @@ def test_a_killed_run_leaves_nothing_that_counts_as_present(when: int, tmp_path:
     assert make_sample(out, rows=MIN_ROWS, if_missing=True).made
     make_sample(tmp_path / "b", rows=MIN_ROWS)
     assert contents(out) == contents(tmp_path / "b")
-    assert {path.name for path in tmp_path.iterdir()} == {"a", "b", ".a.lock", ".b.lock"}
+    assert {path.name for path in tmp_path.iterdir()} == {"a", "b"}
 
 
 def test_an_error_half_way_leaves_nothing(tmp_path: Path) -> None:
@@ -203,7 +203,7 @@ def test_an_error_half_way_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"could not write .*/a: disk full"):
         make_sample(tmp_path / "a", rows=MIN_ROWS + 5, overwrite=True, progress=fail)
     assert contents(tmp_path / "a") == before  # the old one stays until the new one is whole
-    assert {path.name for path in tmp_path.iterdir()} == {"a", ".a.lock"}
+    assert {path.name for path in tmp_path.iterdir()} == {"a"}
 
 
 def test_two_at_once_do_the_work_once(tmp_path: Path) -> None:
