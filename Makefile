@@ -51,7 +51,8 @@ help: ## list the targets and their options
 	@grep -hE '^[a-z][a-z-]*:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## (.*)/  \1\t\2/' | expand -t 16
 	@echo
 	@echo "  recipes:      $(recipes)"
-	@echo "  RECIPE=       the recipe's folder name       PRESET=smoke|full   default: what this machine can run"
+	@echo "  RECIPE=       the recipe's folder name       PRESET=smoke|full   default: what this machine can run;"
+	@echo "                                               inspect, verify: smoke"
 	@echo "  NGPU=         processes on this node         FRESH=1             move the old run folder aside first"
 	@echo "  RUN=          a run folder (export, report, reproduce)  default: the recipe's newest one"
 	@echo "  ARGS=\"...\"    passed on, e.g. ARGS=\"trainer_args.max_steps=20\" (train), ARGS=\"--json\" (inspect)"
@@ -93,8 +94,9 @@ export: setup ## write the newest checkpoint of a run as a Hugging Face folder (
 	@$(enter) lmms-engine export "$(run_folder)" $(ARGS)
 
 inspect: setup ## show the batches that a recipe would train on (RECIPE=, PRESET=)
-	@$(enter) lmms-engine inspect --config recipes/$(RECIPE)/config.yaml \
-	  $(if $(filter full,$(PRESET)),,--config recipes/$(RECIPE)/smoke.yaml) $(ARGS)
+	@$(enter) python recipes/$(RECIPE)/prepare.py --if-missing >&2 && lmms-engine inspect \
+	  --config recipes/$(RECIPE)/config.yaml $(if $(filter full,$(PRESET)),,--config recipes/$(RECIPE)/smoke.yaml) \
+	  $(ARGS)
 
 # The recipe's own certificate is written by a whole, passing comparison of its smoke preset.
 verify: setup ## compare every layout of a recipe with one plain process (RECIPE=, PRESET=)

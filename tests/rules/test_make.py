@@ -50,6 +50,12 @@ def test_refusals_are_one_line(repo: Path, arguments: list[str], said: str) -> N
     assert len((refused.stdout + refused.stderr).strip().splitlines()) == 1
 
 
+@pytest.mark.parametrize("target", ["inspect", "verify"])
+def test_a_look_before_the_first_training_makes_the_sample_data(repo: Path, target: str) -> None:
+    shown = run("make", "-n", target, "RECIPE=sit", "RUNTIME=host", cwd=repo).stdout
+    assert re.search(rf"recipes/sit/prepare\.py --if-missing( >&2)? && lmms-engine {target} ", shown), shown
+
+
 @pytest.fixture
 def copy(repo: Path, tmp_path: Path) -> Path:
     """A copy of what set-up needs, where an environment can come and go."""
