@@ -26,14 +26,16 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from lmms_engine.errors import UserError
 from lmms_engine.parallel.fsdp import persistent_buffers
 from lmms_engine.parallel.mesh import Mesh
+from lmms_engine.train.integrity import find_damage
 
 LOG = logging.getLogger("lmms_engine")
 STATE, LATEST, DCP_INDEX = "state.json", "latest", ".metadata"
+ASIDE = "Move it aside to go on from the one before it"
 READ_BYTES = 1 << 30   # how much of a model is read at once when it is read whole
 # What torch's reader raises on files that are cut or garbled.
 DAMAGED = (
@@ -152,6 +154,9 @@ def load(folder: Path, parts: dict[str, TensorPart], mesh: Mesh) -> dict[str, An
     state = read_state(folder)
     tensors = {f"{part}.{k}": v for part, source in parts.items() for k, v in source.state_dict().items()}
     _compare(folder, tensors, set(parts))
+    index = _read_index(folder)
+    for damage in mesh.gather(find_damage(folder, index, mesh.rank, mesh.world_size)):
+        _refuse_damage(folder, damage)
     with _readable(folder):
         dcp.load(tensors, checkpoint_id=folder, process_group=mesh.host)
     for part, target in parts.items():
@@ -225,7 +230,9 @@ def model_only_state(folder: Path) -> Iterator[tuple[str, Tensor]]:
     At most about 1 GiB, or one tensor, is read ahead.
     """
     read_state(folder)
-    index = _read_index(folder)
+    metadata = _read_index(folder)
+    _refuse_damage(folder, find_damage(folder, metadata, wanted=lambda key: key.startswith("model.")))
+    index = metadata.state_dict_metadata
     batch: dict[str, Tensor] = {}
     size = 0
     for key, entry in index.items():
@@ -239,10 +246,15 @@ def model_only_state(folder: Path) -> Iterator[tuple[str, Tensor]]:
     yield from _read_whole(folder, batch)
 
 
-def _read_index(folder: Path) -> dict[str, Any]:
-    """What torch notes of every tensor in a checkpoint, by name."""
+def _read_index(folder: Path) -> Metadata:
+    """What torch notes of the tensors in a checkpoint."""
     with _readable(folder):
-        return dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+        return dcp.FileSystemReader(folder).read_metadata()
+
+
+def _refuse_damage(folder: Path, damage: str | None) -> None:
+    if damage is not None:
+        raise UserError(f"the checkpoint {folder} cannot be read: {damage}. {ASIDE}")
 
 
 @contextmanager
@@ -252,8 +264,7 @@ def _readable(folder: Path) -> Iterator[None]:
         yield
     except DAMAGED as error:
         raise UserError(
-            f"the checkpoint {folder} cannot be read: {_reason(error)}. "
-            "Move it aside to go on from the one before it"
+            f"the checkpoint {folder} cannot be read: {_reason(error)}. {ASIDE}"
         ) from error
 
 
@@ -268,7 +279,7 @@ def _read_whole(folder: Path, batch: dict[str, Tensor]) -> Iterator[tuple[str, T
 
 def _compare(folder: Path, tensors: dict[str, Tensor], parts: set[str]) -> None:
     """Raises unless the checkpoint's tensors are those wanted: a missing moment would be zeros, silently."""
-    index = _read_index(folder)
+    index = _read_index(folder).state_dict_metadata
     held = {key: entry for key, entry in index.items() if key.split(".", 1)[0] in parts}
     for problem, keys in (
         ("lacks", [key for key in tensors if key not in held]),
