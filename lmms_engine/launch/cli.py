@@ -43,8 +43,11 @@ Mappings merge, lists replace, null resets a key to its default; later beats ear
 def main(argv: list[str] | None = None) -> int:
     """Runs one process of a training job; returns its exit code."""
     arguments = sys.argv[1:] if argv is None else argv
-    rank = int(os.environ.get("RANK", 0))
     debug = "--debug" in arguments
+    try:
+        rank = check_ranks()
+    except UserError as error:
+        return _fail(f"error: {error}", USAGE, debug)
     try:
         configs, overrides = parse(arguments)
         job = load_job(configs, overrides)
@@ -96,6 +99,19 @@ def parse(arguments: list[str]) -> tuple[list[Path], list[str]]:
     if not configs:
         parser.error("no configuration: give --config FILE or config_yaml=FILE")
     return configs, [word for word in given.rest if not word.startswith(prefix)]
+
+
+def check_ranks() -> int:
+    """This process's rank. Stops on variables as torchrun never sets them: another program left them."""
+    names = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    values = {name: os.environ.get(name, default) for name, default in names.items()}
+    told = ", ".join(f"{name}={value}" for name, value in values.items())
+    remedy = "start the ranks with torchrun or launch.sh, or unset these variables to train in one process"
+    if not all(value.isdigit() for value in values.values()):
+        raise UserError(f"{told} in the environment: not whole numbers; {remedy}")
+    if int(values["RANK"]) >= int(values["WORLD_SIZE"]):
+        raise UserError(f"{told} in the environment: there is no such rank; {remedy}")
+    return int(values["RANK"])
 
 
 def default_output_dir(configs: list[Path]) -> str:

@@ -185,7 +185,7 @@ def pointed(run_dir: Path) -> str | None:
     pointer = run_dir / "checkpoints" / LATEST
     if not pointer.is_file():
         return None
-    return pointer.read_text(encoding="utf-8", errors="backslashreplace").strip()
+    return pointer.read_text(encoding="utf-8", errors="backslashreplace").strip() or None
 
 
 def is_complete(folder: Path) -> bool:

@@ -160,8 +160,29 @@ class TestWrongConfiguration:
     ) -> None:
         write("a.yaml", {"seed": 1})
         monkeypatch.setenv("RANK", "1")
+        monkeypatch.setenv("WORLD_SIZE", "2")
         assert main(["--config", "a.yaml"]) == 2
         assert capsys.readouterr().err == ""
+
+
+    @pytest.mark.parametrize(
+        ("name", "value", "problem"),
+        [("WORLD_SIZE", "x", "not whole"), ("RANK", "-1", "not whole"), ("RANK", "1", "no such rank")],
+    )
+    def test_variables_that_another_program_left(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+        name: str,
+        value: str,
+        problem: str,
+    ) -> None:
+        monkeypatch.setenv(name, value)
+        assert main(["--config", "a.yaml"]) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1
+        assert f"{name}={value}" in error
+        assert problem in error
 
 
 class TestEnding:
@@ -213,6 +234,7 @@ class TestEnding:
     ) -> None:
         if rank is not None:
             monkeypatch.setenv("RANK", rank)
+            monkeypatch.setenv("WORLD_SIZE", "4")
             line = line and f"[rank {rank}] {line}"
 
         def end() -> None:
