@@ -111,26 +111,29 @@ class TrainProgress:
 
 
 def with_mean_speed(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """The last row, with tokens per second and MFU over the time of all."""
+    """The last row, with tokens per second and MFU over the time of all, and the rows that all left out."""
     seconds = sum(row["step_s"] for row in rows)
     speed: dict[str, Any] = {"tokens_per_s": sum(row["tokens"] for row in rows) / seconds}
     if rows[-1]["mfu"] is not None:
         speed["mfu"] = sum(row["mfu"] * row["step_s"] for row in rows) / seconds
-    return {**rows[-1], **speed}
+    left_out = sum(row["skipped"] or 0 for row in rows)
+    return {**rows[-1], **speed, "skipped": left_out}
 
 
 def describe(row: dict[str, Any], max_steps: int | None = None, *, short: bool = False) -> str:
     """One line for a metrics row: step, loss, speed, MFU; unless short also rate, norm and memory."""
     step = f"step {row['step']}" + (f"/{max_steps}" if max_steps else "")
+    left_out = [f"rows left out: {row['skipped']:,}"] if row["skipped"] else []
     if row["split"] == "eval":
-        return f"{step}  eval loss {row['loss']:.4f} over {row['supervised_tokens']:,} supervised tokens"
+        loss = f"eval loss {row['loss']:.4f} over {row['supervised_tokens']:,} supervised tokens"
+        return "  ".join([step, loss, *left_out])
     speed = f"{row['tokens_per_s']:,.0f} tokens/s"
     mfu = "mfu n/a" if row["mfu"] is None else f"mfu {row['mfu']:.1%}"
     parts = [step, f"loss {row['loss']:.4f}", speed, mfu]
     if not short:
         parts[2:2] = [f"lr {max(row['lr'].values()):.2e}", f"norm {row['grad_norm']:.3f}"]
         parts.append(f"{row['peak_gb']:.1f} GB")
-    return "  ".join(parts)
+    return "  ".join(parts + left_out)
 
 
 def clock_time(seconds: float) -> str:

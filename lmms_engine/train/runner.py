@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import signal
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
@@ -204,9 +205,12 @@ class TrainRunner:
         epochs = self.job.trainer.num_train_epochs
         self._idle_epochs += 1
         if self.step == 0 or self._idle_epochs > 1:
-            self._name_skipped(self._skipped(self.loader))
+            skipped = self._skipped(self.loader)
+            kinds = Counter(row["kind"] for rank in self.mesh.gather(skipped) for row in rank)
+            self._name_skipped(skipped)
+            why = ", ".join(f"{kind} {count:,}" for kind, count in kinds.most_common())
             raise UserError(
-                "dataset_config.datasets: a whole pass gave no usable row; see "
+                f"dataset_config.datasets: a whole pass gave no usable row{why and f' ({why})'}; see "
                 f"{self.run_dir / SKIPPED_FILE} and `lmms-engine inspect`"
             )
         if epochs is not None and self.loader.epoch + 1 >= epochs:

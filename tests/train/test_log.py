@@ -36,6 +36,14 @@ def test_validation_says_over_how_many_tokens():
     assert describe(row, 9) == "step 3/9  eval loss 1.2500 over 1,234 supervised tokens"
 
 
+def test_rows_that_were_left_out_are_on_the_line():
+    shown = with_mean_speed([_row(1, skipped=3), _row(2, skipped=2), _row(3)])
+    assert describe(shown).endswith("  rows left out: 5")
+    assert "left out" not in describe(with_mean_speed([_row(4, skipped=0)]))
+    row = make_row(step=3, split="eval", loss=1.25, supervised_tokens=1234, skipped=1)
+    assert describe(row).endswith("supervised tokens  rows left out: 1")
+
+
 def test_a_terminal_gets_a_bar(capsys):
     with TrainProgress(enabled=True, max_steps=4, fraction=0.0, bar=True) as progress:
         progress.show([_row(2)], 0.5)

@@ -275,7 +275,7 @@ def test_a_pass_without_a_usable_row_stops_the_run(corpus, mesh, tmp_path):
     long = make_row("train-0", 0)
     long["messages"][1]["content"] = "word " * 200
     write_rows(data / "train.jsonl", [long, long])
-    with pytest.raises(UserError, match="no usable row"):
+    with pytest.raises(UserError, match=r"no usable row \(overlong 2\); see"):
         train(mesh, make_config(data, tmp_path / "run"))
     assert [row["kind"] for row in read_lines(tmp_path / "run" / "skipped.jsonl")] == ["overlong"] * 2
 
