@@ -108,7 +108,7 @@ def _result(by_source: dict[str, Totals], coefficients: dict[str, float]) -> Eva
         if not totals.counts[0]:
             raise UserError(
                 f"dataset_config.eval_datasets: no supervised token in the {totals.counts[2]} usable rows of "
-                f"{name}; look at them with `lmms-engine inspect`"
+                f"{name}; `data-prep validate --processor` says why"
             )
     first, *rest = by_source.values()
     everything = sum(rest, start=first)

@@ -99,5 +99,6 @@ def test_held_out_rows_without_targets_are_an_error(runner, corpus, tmp_path):
     rows[0]["messages"][1]["content"] = "word " * 200  # too long: dropped
     write_rows(tmp_path / "long.jsonl", rows)
     config = _config(corpus, tmp_path / "run", data__eval_datasets=[{"path": str(tmp_path / "long.jsonl")}])
-    with pytest.raises(UserError, match=r"no supervised token in the 0 usable rows of .*long\.jsonl"):
+    said = r"no supervised token in the 0 usable rows of .*long\.jsonl; `data-prep validate"
+    with pytest.raises(UserError, match=said):
         evaluate(runner.objective, eval_loaders(Job.from_dict(config), 0, 1), runner.mesh, seed=0)
