@@ -16,7 +16,7 @@ import statistics
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.nn.functional as F
-from common import FAMILY, write_chats
+from common import write_chats
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from vlm import fill, make_job, release, synchronize, table
+from vlm import RealSize, make_job, recompute, release, synchronize, table
 
 from data_prep.processors import write_processors
 from lmms_engine.config import Job
@@ -41,9 +41,7 @@ from lmms_engine.parallel.mesh import Mesh, build_mesh, leave_mesh
 from lmms_engine.segments import Segments
 from lmms_engine.train.backend.fsdp2 import FSDP2Backend
 from lmms_engine.train.data import build_loader
-from lmms_engine.train.metrics import peak_flops
 from lmms_engine.train.parallelize import apply_kernels, build_model
-from lmms_engine.train.runner import frozen_names
 from lmms_engine.train.seed import generator
 from lmms_engine.train.step import train_step
 
@@ -198,13 +196,8 @@ def numerics(size: str, folder: Path, mesh: Mesh) -> list[dict[str, Any]]:
 # ---- speed -------------------------------------------------------------------------------------------
 
 
+MODELS = ("qwen3_vl_4b", "qwen2_5_vl_3b")
 SETTINGS = {"16k x 4": (16384, 4), "32k x 1": (32768, 1)}   # tokens of a pack, packs accumulated
-
-
-def recompute(*, full: int, others: str | None) -> dict[str, str]:
-    """The tower and the first `full` decoder layers; the others "selective", or not at all (None)."""
-    chosen = {"visual": "full"} | ({"language_model": others} if others else {})
-    return chosen | {f"language_model.layers.{i}": "full" for i in range(full)}
 
 
 # As little as memory allows: about 130 GB are in use.
@@ -216,84 +209,34 @@ RECOMPUTED = {
 }
 
 
-class RealSize:
-    """A real-size model with its optimiser, built for one setting."""
+def real_job(size: str, folder: Path, recomputed: dict[str, Any], pack: int, accumulation: int) -> Job:
+    """The job: the real loader over JPEG files, eight worker processes."""
+    return make_job(
+        size, folder / "large" / "train.jsonl", folder / "processor",
+        packing_length=pack, gradient_accumulation_steps=accumulation, learning_rate=1e-5,
+        dataloader_num_workers=8, repeats=6,
+        fsdp_config={
+            "activation_checkpointing": recompute(**recomputed),
+            "reshard_after_forward": False,   # one GPU holds every weight anyway
+        },
+    )  # fmt: skip
 
-    def __init__(self, size: str, setting: str, folder: Path, mesh: Mesh) -> None:
-        self.size, self.setting, self.folder, self.mesh = size, setting, folder, mesh
-        began = time.perf_counter()
-        job = self.job(*SETTINGS[setting])
-        self.objective, self.spec, self.config = build_model(job, mesh, load_weights=False)
-        fill(self.objective.model)
-        self.backend = FSDP2Backend(self.objective, job, mesh)
-        self.frozen = frozen_names(self.objective.model)
-        self.steps = 0
-        print(f"{size}, {setting}: built in {time.perf_counter() - began:.0f} s", flush=True)
 
-    def job(self, packing_length: int, accumulation: int) -> Job:
-        """The job: the real loader over JPEG files, eight worker processes."""
-        return make_job(
-            self.size, self.folder / "large" / "train.jsonl", self.folder / "processor",
-            packing_length=packing_length, gradient_accumulation_steps=accumulation, learning_rate=1e-5,
-            dataloader_num_workers=8, repeats=6,
-            fsdp_config={
-                "activation_checkpointing": recompute(**RECOMPUTED[self.size, self.setting]),
-                "reshard_after_forward": False,   # one GPU holds every weight anyway
-            },
-        )  # fmt: skip
+def build(size: str, setting: str, folder: Path, mesh: Mesh) -> tuple[RealSize, Job]:
+    """A real-size model with its optimiser for one setting, and the setting's job."""
+    began = time.perf_counter()
+    job = real_job(size, folder, RECOMPUTED[size, setting], *SETTINGS[setting])
+    run = RealSize(job, mesh)
+    print(f"{size}, {setting}: built in {time.perf_counter() - began:.0f} s", flush=True)
+    return run, job
 
-    def step(self, micros: list[PackedBatch]) -> float:
-        """One training step; the mean loss, read from the device."""
-        self.steps += 1
-        self.backend.set_progress(self.steps / 1000, self.steps)
-        stats = train_step(self.objective, self.backend, micros, self.mesh, generator(0, self.steps))
-        return (stats.sums["ce"] / stats.totals["ce"]).item()
 
-    def measure(self, *, steps: int, warmup: int) -> dict[str, Any]:
-        """Mean step over the real loader, data wait and optimiser included."""
-        packing_length, accumulation = SETTINGS[self.setting]
-        loader = build_loader(self.job(packing_length, accumulation), 0, 1, pin_memory=True)
-        on_gpu = self.mesh.device.type == "cuda"
-        if on_gpu:
-            torch.cuda.reset_peak_memory_stats()
-        seconds, waits, flops, tokens = [], [], [], []
-        for _ in range(warmup + steps):
-            synchronize(self.mesh.device)
-            begin = time.perf_counter()
-            micros = loader.next_step()
-            if len(micros) < accumulation:   # a full window every time
-                loader.next_epoch()
-                micros = loader.next_step()
-            waits.append(time.perf_counter() - begin)
-            loss = self.step(micros)
-            seconds.append(time.perf_counter() - begin)
-            each = [self.spec.flops(self.config, micro, self.frozen) for micro in micros]
-            flops.append((sum(f.strict for f in each), sum(f.conventional for f in each)))
-            tokens.append(sum(micro.num_tokens for micro in micros))
-        loader.close()
-        peak, measured = peak_flops(self.mesh.device) or float("nan"), slice(warmup, None)
-        total = sum(seconds[measured])
-        return {
-            "model": self.size,
-            "setting": self.setting,
-            "recomputed": "{full} full, others {others}".format(**RECOMPUTED[self.size, self.setting]),
-            "step_s": total / steps,
-            "spread_s": max(seconds[measured]) - min(seconds[measured]),
-            "data_s": statistics.mean(waits[measured]),
-            "tokens": statistics.mean(tokens[measured]),
-            "tokens_per_s": sum(tokens[measured]) / total,
-            "mfu": sum(strict for strict, _ in flops[measured]) / total / peak,
-            "mfu_conventional": sum(conventional for _, conventional in flops[measured]) / total / peak,
-            "peak_gb": torch.cuda.max_memory_allocated() / 1e9 if on_gpu else float("nan"),
-            "loss": loss,
-        }
-
-    def overfit(self) -> list[float]:
-        """Mean loss of each of three passes over 8 packs of 16k."""
-        loader = build_loader(self.job(16384, 1), 0, 1, pin_memory=True)
-        packs = [loader.next_step()[0] for _ in range(8)]
-        loader.close()
-        return [statistics.mean(self.step([pack]) for pack in packs) for _ in range(3)]
+def overfit_packs(run: RealSize, job: Job) -> list[float]:
+    """Mean loss of each of three passes over 8 packs of 16k."""
+    loader = build_loader(job, 0, 1, pin_memory=True)
+    packs = [loader.next_step()[0] for _ in range(8)]
+    loader.close()
+    return [statistics.mean(run.step([pack]) for pack in packs) for _ in range(3)]
 
 
 def speed(size: str, folder: Path, mesh: Mesh, *, steps: int, warmup: int) -> list[dict[str, Any]]:
@@ -302,19 +245,20 @@ def speed(size: str, folder: Path, mesh: Mesh, *, steps: int, warmup: int) -> li
     for setting in SETTINGS:
         run = None    # the one before goes first: two do not fit
         release()
-        run = RealSize(size, setting, folder, mesh)
-        rows.append(run.measure(steps=steps, warmup=warmup))
+        run, job = build(size, setting, folder, mesh)
+        measured = asdict(run.measure(job, steps=steps, warmup=warmup))
+        recomputed = "{full} full, others {others}".format(**RECOMPUTED[size, setting])
+        rows.append({"model": size, "setting": setting, "recomputed": recomputed, **measured})
         print(table(rows), flush=True)
-    passes = run.overfit()
+    passes = overfit_packs(run, real_job(size, folder, RECOMPUTED[size, setting], 16384, 1))
     print(f"{size}: 8 packs of 16k, mean loss of three passes: {[round(x, 4) for x in passes]}", flush=True)
     return [*rows, {"model": size, "setting": "8 packs repeated", "loss_per_pass": passes}]
 
 
 def profile(size: str, folder: Path, mesh: Mesh, *, setting: str = "16k x 4") -> list[dict[str, Any]]:
     """Where the device's time goes in one step, kernel by kernel: share of the step, calls, milliseconds."""
-    run = RealSize(size, setting, folder, mesh)
-    packing_length, accumulation = SETTINGS[setting]
-    loader = build_loader(run.job(packing_length, accumulation), 0, 1, pin_memory=True)
+    run, job = build(size, setting, folder, mesh)
+    loader = build_loader(job, 0, 1, pin_memory=True)
     windows = [loader.next_step() for _ in range(3)]
     loader.close()
     for micros in windows[:2]:
@@ -347,7 +291,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=("numerics", "speed", "profile"))
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--model", choices=list(FAMILY), action="append", help="only this (default: both)")
+    parser.add_argument("--model", choices=MODELS, action="append", help="only this (default: both)")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--warmup", type=int, default=2)
     options = parser.parse_args()
@@ -361,7 +305,7 @@ def main() -> None:
         write_processors(folder / "processor")
         if options.what != "numerics":
             write_chats(folder / "large", rows=400)
-        for size in options.model or FAMILY:
+        for size in options.model or MODELS:
             if options.what == "numerics":
                 rows += numerics(size, folder, mesh)
             elif options.what == "profile":
