@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from lmms_engine.datasets.batch import PackedBatch
 from lmms_engine.datasets.loader import Loader
 from lmms_engine.errors import UserError
 from lmms_engine.objectives.base import Objective
@@ -52,7 +53,8 @@ class Totals:
 
 
 def evaluate(objective: Objective, loaders: dict[str, Loader], mesh: Mesh, seed: int) -> EvalResult:
-    """One pass over the held-out rows of every source. Collective: all ranks run the same number of forwards.
+    """One pass over the held-out rows of every source. Collective: all ranks run the same number of forwards,
+    and a UserError is raised on all of them, so that they can still act together.
 
     Random targets (masks, noise) are drawn from `seed` alone, so that two validations draw alike.
     """
@@ -75,7 +77,7 @@ def _one_pass(objective: Objective, loader: Loader, mesh: Mesh, seed: int) -> To
     counts = [0.0, 0.0, 0.0]
     window = 0
     while True:
-        micros = loader.next_step()
+        micros = _next_step(loader, mesh)
         (most,) = mesh.host_max([len(micros)])
         if not most:
             break
@@ -98,6 +100,19 @@ def _one_pass(objective: Objective, loader: Loader, mesh: Mesh, seed: int) -> To
         weights=mesh.sum_over_data(weights),
         counts=[round(n / mesh.sp_size) for n in mesh.host_sum(counts)],
     )
+
+
+def _next_step(loader: Loader, mesh: Mesh) -> list[PackedBatch]:
+    """The loader's next micro-batches; what it refuses on one rank is raised on all. Collective."""
+    problem = None
+    try:
+        micros = loader.next_step()
+    except UserError as error:
+        problem = str(error)
+    (failed,) = mesh.host_max([float(problem is not None)])
+    if failed:
+        raise UserError(next(said for said in mesh.gather(problem) if said is not None))
+    return micros
 
 
 def _result(by_source: dict[str, Totals], coefficients: dict[str, float]) -> EvalResult:

@@ -186,7 +186,11 @@ class TrainRunner:
         if validates or saves or self.step == 1 or due(self.step, trainer.logging_steps):
             self._log()
         if validates:
-            self._validate()
+            try:
+                self._validate()
+            except UserError:   # on all ranks: what was trained is not lost to rows that were only read
+                self._save()
+                raise
         if saves:
             self._save()
         return last

@@ -14,8 +14,9 @@ import pytest
 
 from lmms_engine.commands.inspect import batches
 from lmms_engine.config import Job
+from lmms_engine.errors import UserError
 from lmms_engine.parallel.mesh import Mesh, build_mesh
-from lmms_engine.train import TrainRunner
+from lmms_engine.train import TrainRunner, checkpoint
 from lmms_engine.train.runner import Window
 from tests.distributed import run_ranks
 from tests.runs import logged, make_config, make_row, row_ids, write_rows
@@ -40,6 +41,15 @@ class Compared(TrainRunner):
         numbers = self.mesh.gather(len(window.micros))
         assert len(set(numbers)) == 1, f"micro-batches of the ranks in step {self.step + 1}: {numbers}"
         return window
+
+
+def until_refused(mesh: Mesh, config: dict[str, Any]) -> tuple[str, int]:
+    """What ended this rank's run, and the step that it was in."""
+    job = Job.from_dict(config)
+    runner = Compared(job, build_mesh(job.trainer)).build()
+    with pytest.raises(UserError) as refused:
+        runner.run()
+    return str(refused.value), runner.step
 
 
 def on_two_ranks(mesh: Mesh, configs: dict[str, dict[str, Any]]) -> dict[str, int]:
@@ -107,3 +117,21 @@ def test_no_row_is_dropped_or_repeated(runs) -> None:
         assert total == seen(folder / name, first, last).total()
     for name, rows in (("epochs", ROWS), ("steps", ROWS), ("one row", 1)):
         assert {line["samples"] for line in logged(folder / name, "eval")} == {rows}
+
+
+def test_a_bad_held_out_row_of_one_rank_ends_both_and_loses_no_step(corpus: Path, tmp_path: Path) -> None:
+    """No checkpoint is due when validation finds it: what was trained is saved before the run ends."""
+    rows = [make_row(f"h{i}", 0) for i in range(6)]
+    rows[3]["messages"][0]["content"].insert(0, {"type": "image_url", "image_url": {"url": "no.png"}})
+    write_rows(tmp_path / "heldout.jsonl", rows)
+    config = make_config(
+        corpus, tmp_path / "run", data__eval_datasets=[{"path": str(tmp_path / "heldout.jsonl")}],
+        trainer__max_steps=6, trainer__eval_steps=2, trainer__save_steps=4, trainer__ddp_timeout=WAIT_S,
+    )  # fmt: skip
+    ends = run_ranks(until_refused, 2, config, timeout=60)
+    assert ends[0] == ends[1]
+    said, step = ends[0]
+    assert step == 2
+    assert "heldout.jsonl" in said
+    assert "no.png" in said
+    assert checkpoint.latest(tmp_path / "run") == checkpoint.folder_of(tmp_path / "run", 2)
