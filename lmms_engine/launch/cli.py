@@ -69,7 +69,7 @@ def main(argv: list[str] | None = None) -> int:
     except Terminated as stop:
         return int(stop.code)
     except KeyboardInterrupt:
-        message = "interrupted: a new start goes on from the last checkpoint"
+        message = "interrupted: a new start goes on from the last checkpoint, if there is one"
         return _fail_together(message, INTERRUPTED, debug, rank)
     except Exception as error:
         if not _is_about_others(error):

@@ -218,7 +218,11 @@ class TestEnding:
                 1,
                 "internal error: RuntimeError: two lines (run again with --debug for the traceback)",
             ),
-            (KeyboardInterrupt(), 130, "interrupted: a new start goes on from the last checkpoint"),
+            (
+                KeyboardInterrupt(),
+                130,
+                "interrupted: a new start goes on from the last checkpoint, if there is one",
+            ),
             (Terminated(), 143, ""),
         ],
     )
