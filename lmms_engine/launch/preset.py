@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lmms_engine.errors import UserError
+from lmms_engine.folders import missing_folder
 
 if TYPE_CHECKING:
     from lmms_engine.config import Job
@@ -81,8 +82,10 @@ def weights_shortage(name: str | None) -> str | None:
         return (
             None if weights_complete(folder) else f"the folder {folder.resolve()} holds no complete weights"
         )
-    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) or name.startswith("."):
-        return f"the model folder {folder.absolute()} does not exist"
+    if (missing := missing_folder(name)) is not None:
+        return f"load_from_pretrained_path={name}: {missing}"
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
+        return f"load_from_pretrained_path={name} is neither a folder here nor a name on the hub"
 
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled

@@ -33,6 +33,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from transformers.modeling_rope_utils import RopeParameters
 
 from lmms_engine.errors import UserError
+from lmms_engine.folders import missing_folder
 from lmms_engine.models.spec import ModelSpec, for_type
 from lmms_engine.registry import nearest
 
@@ -174,8 +175,8 @@ def local_folder(path_or_id: str, *, weights: bool) -> Path:
     folder = Path(path_or_id).expanduser()
     if folder.is_dir():
         return folder
-    if folder.is_absolute() or path_or_id.startswith((".", "~")) or path_or_id.count("/") != 1:
-        raise UserError(f"{where}: there is no such folder: {folder.absolute()}")
+    if (missing := missing_folder(path_or_id, bare=False)) is not None:
+        raise UserError(f"{where}: {missing}")
     patterns = [*METADATA, *(("*.safetensors",) if weights else ())]
     try:
         return Path(snapshot_download(path_or_id, allow_patterns=patterns))

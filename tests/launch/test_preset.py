@@ -103,7 +103,8 @@ def test_weights_on_disk(tmp_path: Path) -> None:
 
 def test_weights_not_to_be_had(tmp_path: Path) -> None:
     """The suite runs with the hub switched off."""
-    assert "does not exist" in weights_shortage(str(tmp_path / "missing"))
+    assert "there is no such folder" in weights_shortage(str(tmp_path / "missing"))
+    assert "neither a folder here nor a name" in weights_shortage("a model")
     assert "HF_HUB_OFFLINE" in weights_shortage("someone/some-model-that-is-nowhere")
     assert weights_shortage(None) is None  # random weights
 

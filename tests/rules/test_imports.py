@@ -12,6 +12,7 @@ BASE = (
     "errors",
     "registry",
     "segments",
+    "folders",
     "compat",
     "config",
     "plugins",

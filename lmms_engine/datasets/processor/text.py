@@ -15,6 +15,7 @@ from lmms_engine.datasets.chat import ChatTemplate, cut_at_turn
 from lmms_engine.datasets.processor.base import KeyRule, digest
 from lmms_engine.datasets.sample import Sample
 from lmms_engine.errors import BadRow, UserError
+from lmms_engine.folders import missing_folder
 from lmms_engine.registry import nearest
 from lmms_engine.segments import RowRef
 
@@ -69,6 +70,8 @@ class TextProcessor:
         from transformers import AutoTokenizer
 
         template = _template(extra_kwargs or {})
+        if (missing := missing_folder(folder_or_id)) is not None:
+            raise UserError(f"no tokenizer can be opened from {folder_or_id}: {missing}")
         try:
             tokenizer = AutoTokenizer.from_pretrained(str(folder_or_id))
         except (OSError, ValueError, TypeError, AttributeError, LookupError) as error:

@@ -29,6 +29,7 @@ from lmms_engine.datasets.processor.base import KeyRule, digest
 from lmms_engine.datasets.processor.visuals import Visual, Visuals
 from lmms_engine.datasets.sample import Sample
 from lmms_engine.errors import BadRow, UserError
+from lmms_engine.folders import missing_folder
 from lmms_engine.registry import nearest
 from lmms_engine.segments import RowRef
 
@@ -164,9 +165,8 @@ class VisionLanguageProcessor:
         from transformers import AutoProcessor
 
         where = f"dataset_config.processor_config.processor_name={folder_or_id}"
-        folder = Path(folder_or_id).expanduser()
-        if not folder.exists() and (folder.is_absolute() or str(folder_or_id).startswith(".")):
-            raise UserError(f"{where}: no processor can be opened: there is no such folder")
+        if (missing := missing_folder(folder_or_id)) is not None:
+            raise UserError(f"{where}: no processor can be opened: {missing}")
         try:
             hf = AutoProcessor.from_pretrained(str(folder_or_id))
         except (OSError, ValueError, TypeError, AttributeError, LookupError) as error:

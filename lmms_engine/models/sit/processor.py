@@ -30,6 +30,7 @@ from lmms_engine.datasets.processor.base import KeyRule, digest
 from lmms_engine.datasets.sample import Sample
 from lmms_engine.datasets.schema import MediaPart, Row
 from lmms_engine.errors import BadRow, UserError
+from lmms_engine.folders import missing_folder
 from lmms_engine.registry import nearest
 from lmms_engine.segments import RowRef
 
@@ -77,6 +78,8 @@ class SiTProcessor:
         **settings: Any,   # of rows of text and clips
     ) -> SiTProcessor:
         """Opens a folder; UserError if there is none or it does not fit the model's config."""
+        if (missing := missing_folder(folder_or_id, bare=False)) is not None:
+            raise UserError(f"no processor can be opened from {folder_or_id}: {missing}")
         found = read_settings(Path(folder_or_id) / FILE)
         if overlong == "truncate":
             raise UserError("dataset_config.overlong=truncate: a picture cannot be cut (legal: drop, error)")
