@@ -182,6 +182,8 @@ def convert_rows(
     if options.draw and options.prompt is not None:
         raise UserError("--draw and --prompt exclude each other: the text itself asks, or is the answer")
     _check_columns(name, options)
+    if media_folder is not None and not media_folder.is_dir():
+        raise UserError(f"--media-folder {media_folder}: there is no such folder: {media_folder.absolute()}")
     out, base = out.resolve(), (media_folder or _folder_of(path)).resolve()
     with alone(out):
         records = form.records(path)

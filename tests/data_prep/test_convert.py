@@ -70,11 +70,21 @@ def test_llava(tmp_path: Path) -> None:
         {"id": 7, "image": "a.jpg", "conversations": turns, "model": "m", "meta": {"k": 1}},
         {"id": 0.5, "image": "", "conversations": text},
     ]
+    (tmp_path / "p").mkdir()
     first, second = convert("llava", write_json(tmp_path / "d.json", rows), "--media-folder", tmp_path / "p")
     assert shown(first) == [("user", ["[image]", "what?"]), ("assistant", ["red"])]
     assert next(first.media()).path == str(tmp_path / "p" / "a.jpg")
     assert (first.id, first.meta) == ("7", {"model": "m", "k": 1})
     assert shown(second) == [("user", ["hi"]), ("assistant", ["hello"])]
+
+
+def test_a_media_folder_that_is_not_there(tmp_path: Path) -> None:
+    data = write_json(tmp_path / "d.json", [])
+    for folder in (tmp_path / "nofolder", data):
+        refused = run("llava", data, tmp_path / "out" / "rows.jsonl", "--media-folder", folder)
+        assert refused.exit_code != 0
+        assert f"--media-folder {folder}: there is no such folder" in refused.stderr
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("place", ["first turn", "top level"])
@@ -247,6 +257,7 @@ def test_imagenet_folder_to_draw(tmp_path: Path) -> None:
 def test_video_prompts(tmp_path: Path) -> None:
     path = tmp_path / "metadata.csv"
     path.write_text('file_name,text,start,end,fps\na.mp4,"a cat, running",,,\nb.mp4,a dog,0.5,2,8\n')
+    (tmp_path / "clips").mkdir()
     first, second = convert("video_prompts", path, "--media-folder", tmp_path / "clips")
     assert shown(first) == [("user", ["a cat, running"]), ("assistant", ["[video]"])]
     clip = next(second.media())
