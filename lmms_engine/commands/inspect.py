@@ -17,6 +17,7 @@ from rich.text import Text
 from lmms_engine.config import Job, load_job
 from lmms_engine.datasets.batch import PackedBatch
 from lmms_engine.datasets.processor import Processor
+from lmms_engine.datasets.skips import kinds_of
 from lmms_engine.errors import UserError
 from lmms_engine.plugins import load_plugins
 from lmms_engine.train.data import build_loader, build_processor
@@ -96,7 +97,11 @@ def batches(job: Job, dp_rank: int, dp_size: int, steps: int) -> Iterator[tuple[
             if epochs is not None and own.loader.epoch + 1 >= epochs:
                 return
             if not window:
-                raise UserError("dataset_config.datasets: a whole pass gave no usable row")
+                skipped = [record for rank in (own, *others) for record in rank.loader.take_skipped()]
+                raise UserError(
+                    f"dataset_config.datasets: a whole pass gave no usable row{kinds_of(skipped)}; "
+                    "`data-prep validate --processor` names them"
+                )
             for rank in (own, *others):
                 rank.next_epoch()
             window = 0

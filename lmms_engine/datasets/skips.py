@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 from lmms_engine.errors import UserError
@@ -22,6 +24,12 @@ class SkipRecord(NamedTuple):
     id: str
     kind: str
     reason: str
+
+
+def kinds_of(skipped: Iterable[SkipRecord]) -> str:
+    """How many there are of each kind, the most frequent first, in brackets for a message; "" for none."""
+    kinds = Counter(record.kind for record in skipped)
+    return f" ({', '.join(f'{kind} {count:,}' for kind, count in kinds.most_common())})" if kinds else ""
 
 
 def skip_or_stop(

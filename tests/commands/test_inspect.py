@@ -16,7 +16,7 @@ from lmms_engine.commands.inspect import batches
 from lmms_engine.config import Job
 from lmms_engine.train.metrics import read_lines
 from lmms_engine.train.samples import decode, text_runs
-from tests.runs import make_config, train
+from tests.runs import make_config, train, write_rows
 
 
 @pytest.fixture
@@ -98,6 +98,18 @@ def test_mistakes_are_one_line(config, arguments, message):
     assert message in done.stderr
     assert done.stderr.startswith("error: ")
     assert "Traceback" not in done.output
+
+
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_a_pass_without_a_usable_row_says_of_what_kinds_they_are(config, corpus, tmp_path, ranks):
+    row = read_lines(corpus / "train.jsonl")[0]
+    row["messages"][1]["content"] = "word " * 200
+    write_rows(tmp_path / "rows.jsonl", [row, row, row, {"id": "x"}])
+    changed = [f"dataset_config.datasets=[{{path: {tmp_path}/rows.jsonl, data_folder: {corpus}}}]",
+               "dataset_config.on_bad_row=skip", "dataset_config.max_skip_fraction=1.0"]
+    done = _inspect(config, *changed, "--dp-size", ranks)
+    assert done.exit_code == 1
+    assert "a whole pass gave no usable row (overlong 3, messages 1); `data-prep" in done.stderr
 
 
 def test_debug_shows_the_traceback(config):

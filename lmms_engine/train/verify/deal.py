@@ -13,6 +13,7 @@ from lmms_engine.datasets.collate import collate
 from lmms_engine.datasets.loader import Loader
 from lmms_engine.datasets.processor import Processor
 from lmms_engine.datasets.sample import Sample
+from lmms_engine.datasets.skips import kinds_of
 from lmms_engine.errors import UserError
 from lmms_engine.segments import RowRef
 from lmms_engine.train.data import build_processor
@@ -69,7 +70,10 @@ def read_rows(job: Job, steps: int) -> Rows:
             micros = loader.next_step()
             if not micros:
                 if not found:
-                    raise UserError("dataset_config.datasets: a whole pass gave no usable row")
+                    raise UserError(
+                        "dataset_config.datasets: a whole pass gave no usable row"
+                        f"{kinds_of(loader.take_skipped())}; `data-prep validate --processor` names them"
+                    )
                 loader.next_epoch()
                 continue
             samples = loader.processor.samples

@@ -17,7 +17,7 @@ from lmms_engine.train.verify.certificate import Certificate, Result, furthest, 
 from lmms_engine.train.verify.deal import DEALS, Rows, deal, read_rows
 from lmms_engine.train.verify.ranks import Reply
 from lmms_engine.train.verify.run import Outcome, Worst, relative_difference
-from tests.runs import make_config, make_corpus
+from tests.runs import make_config, make_corpus, make_row, write_rows
 
 REFERENCE = Outcome([2.0, 1.5], [3.0, 3.0], [{"ce": 7.0}, {"ce": 9.0}])
 
@@ -119,6 +119,16 @@ def test_every_deal_gives_each_row_once_and_ranks_equal_numbers(how, size: int, 
         if how == "modalities":
             media = {s.row for pack in packs for s in pack.samples if s.media}
             assert {row for batch in dealt[0] for row in batch.rows} == media
+
+
+def test_rows_of_which_none_can_be_used_are_named_by_kind(tmp_path: Path) -> None:
+    corpus = make_corpus(tmp_path / "data")
+    row = make_row("train-0", 0)
+    row["messages"][1]["content"] = "word " * 200
+    write_rows(corpus / "train.jsonl", [row, row])
+    job = plain_job(Job.from_dict(make_config(corpus, Path("unused"))), 2)
+    with pytest.raises(UserError, match=r"no usable row \(overlong 2\); `data-prep validate"):
+        read_rows(job, 2)
 
 
 def test_rows_that_are_all_alike_are_not_dealt_by_modality(job: Job, rows: Rows) -> None:
