@@ -37,6 +37,7 @@ from lmms_engine.datasets.cost import SampleCost, media_units
 from lmms_engine.datasets.encoded import check_encoded
 from lmms_engine.datasets.order import OrderSettings
 from lmms_engine.datasets.pack import PACKERS, Packer, Single
+from lmms_engine.datasets.saved import differences, lacking
 from lmms_engine.datasets.skips import TRUNCATED, SkipRecord, check_budget
 from lmms_engine.datasets.sources import Source, open_sources
 from lmms_engine.datasets.stream import Orders, Position, RowPolicy, ShardStream, one_line, waiting
@@ -260,16 +261,22 @@ class Loader:
 
     def load_state_dict(self, merged: dict[str, Any]) -> None:
         """Goes on from the state of all ranks; UserError names every setting and dataset that differs."""
-        if merged.get("version") != STATE_VERSION:
+        if merged.get("version", STATE_VERSION) != STATE_VERSION:
             raise UserError(
-                f"the saved data state has version {merged.get('version')} (legal: {STATE_VERSION}): the"
+                f"the saved data state has version {merged['version']} (legal: {STATE_VERSION}): the"
                 " engine that wrote it deals rows in another order; go on with it, or begin anew (FRESH=1)"
             )
         now = {**self._identity, "processor": self.processor.fingerprint}
-        differences = _differences(merged["identity"], now)
-        if differences:
+        missing = lacking(merged)
+        if missing:
             raise UserError(
-                f"the saved data state does not fit this run: {'; '.join(differences)}. Put back what has "
+                f"the saved data state is damaged: it lacks {missing}. Move its checkpoint aside "
+                "to go on from the one before it"
+            )
+        changes = differences(merged["identity"], now)
+        if changes:
+            raise UserError(
+                f"the saved data state does not fit this run: {'; '.join(changes)}. Put back what has "
                 "changed, or start anew with FRESH=1 (moves the old folder aside)"
             )
         missing = [shard for shard in self._shards if str(shard) not in merged["shards"]]
@@ -484,21 +491,3 @@ def _packing_kwargs(dataset: DatasetSection) -> dict[str, Any]:
 def _dataset_identity(source: Source, weight: float) -> dict[str, Any]:
     name = source.name.rsplit("/", 1)[-1]  # folders may move
     return {"name": name, "rows": source.num_rows, "weight": weight, "content": source.fingerprint}
-
-
-def _differences(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Every setting and dataset that differs, with both values."""
-    found = []
-    for key in sorted({*saved, *now} - {"datasets"}):
-        if saved.get(key) != now.get(key):
-            found.append(f"{key} was {saved.get(key)!r} and is {now.get(key)!r}")
-    before, after = saved.get("datasets", []), now["datasets"]
-    if len(before) != len(after):
-        found.append(f"there were {len(before)} datasets and are {len(after)}")
-    for old, new in zip(before, after, strict=False):
-        changes = [
-            f"{key} was {old.get(key)!r} and is {new[key]!r}" for key in new if old.get(key) != new[key]
-        ]
-        if changes:
-            found.append(f"dataset '{new['name']}': {', '.join(changes)}")
-    return found

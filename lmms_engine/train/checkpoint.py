@@ -35,6 +35,7 @@ from lmms_engine.train.integrity import find_damage
 
 LOG = logging.getLogger("lmms_engine")
 STATE, LATEST, DCP_INDEX = "state.json", "latest", ".metadata"
+OF_A_RUN = {"step": int, "epoch": (int, float), "dp_size": int, "loader": dict}   # what a run reads of STATE
 ASIDE = "Move it aside to go on from the one before it"
 READ_BYTES = 1 << 30   # how much of a model is read at once when it is read whole
 # What torch's reader raises on files that are cut or garbled.
@@ -192,7 +193,8 @@ def is_complete(folder: Path) -> bool:
     """True for a folder that `save` finished."""
     try:
         state = json.loads((folder / STATE).read_text(encoding="utf-8"))
-        return isinstance(state, dict) and "written" in state and (folder / DCP_INDEX).is_file()
+        written = isinstance(state, dict) and isinstance(state.get("written"), int)
+        return written and (folder / DCP_INDEX).is_file()
     except (OSError, ValueError):
         return False
 
@@ -208,6 +210,14 @@ def read_state(folder: Path) -> dict[str, Any]:
     if not is_complete(folder):
         raise UserError(f"{folder} is no complete checkpoint (it needs {STATE} and {DCP_INDEX})")
     return json.loads((folder / STATE).read_text())
+
+
+def read_run_state(folder: Path) -> dict[str, Any]:
+    """`read_state` of a run's checkpoint; UserError if it lacks what a run goes on from."""
+    state = read_state(folder)
+    wrong = [key for key, kind in OF_A_RUN.items() if not isinstance(state.get(key), kind)]
+    _refuse_damage(folder, f"{STATE} has no usable {', '.join(wrong)}" if wrong else None)
+    return state
 
 
 def prune(run_dir: Path, keep: int) -> None:

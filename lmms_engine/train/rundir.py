@@ -69,6 +69,12 @@ def prepare(job: Job, run_dir: Path, dp_size: int, *, fresh: bool = False) -> St
     run.
     """
     require_writable(run_dir)
+    pointer = run_dir / "checkpoints" / checkpoint.LATEST
+    if not fresh and pointer.exists() and not pointer.is_file():
+        raise UserError(
+            f"{pointer} is {'a folder' if pointer.is_dir() else 'no file'}, and should be a file with the "
+            "name of the newest checkpoint; move it aside, and the checkpoint that was written last is taken"
+        )
     latest = None if fresh else checkpoint.latest(run_dir)
     pointed = None if fresh else checkpoint.pointed(run_dir)
     if latest is None and pointed is not None:
@@ -84,7 +90,7 @@ def prepare(job: Job, run_dir: Path, dp_size: int, *, fresh: bool = False) -> St
             f"{run_dir} has checkpoints but no {CONFIG_FILE}: cannot tell whose they are; "
             "move it aside (FRESH=1) or choose another trainer_args.output_dir"
         )
-    state = checkpoint.read_state(latest)
+    state = checkpoint.read_run_state(latest)
     saved = flatten(read_config(run_dir))
     now = flatten(parse_yaml(job.to_yaml(), CONFIG_FILE))
     finished = is_finished(job, state)

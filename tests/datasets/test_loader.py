@@ -296,6 +296,15 @@ def test_resume_with_other_ranks_and_workers_completes_the_epoch(rows: Path, siz
     assert sorted(reduce(operator.iadd, seen, [])) == sorted(f"r{i}" for i in range(60))
 
 
+@pytest.mark.parametrize("gone", ["version", "epoch", "identity", "shards", "shards.2.bins", "shards.0.seen"])
+def test_a_damaged_state_is_refused_by_the_part_that_it_lacks(rows: Path, gone: str) -> None:
+    state = save([make_loader(make_job(rows))])
+    *parents, leaf = gone.split(".")
+    del reduce(operator.getitem, parents, state)[leaf]
+    with pytest.raises(UserError, match=rf"state is damaged: it lacks {gone}\. Move its checkpoint aside"):
+        make_loader(make_job(rows)).load_state_dict(state)
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

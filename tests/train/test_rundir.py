@@ -29,7 +29,8 @@ def _leave(run_dir: Path, job: Job, **state) -> None:
     folder = run_dir / "checkpoints" / f"step-{state['step']:08d}"
     folder.mkdir(parents=True)
     (folder / ".metadata").write_bytes(b"")
-    (folder / "state.json").write_text(json.dumps({"epoch": 0.5, "dp_size": 2, "written": 1, **state}))
+    state = {"epoch": 0.5, "dp_size": 2, "loader": {}, "written": 1, **state}
+    (folder / "state.json").write_text(json.dumps(state))
     (run_dir / "config.yaml").write_text(job.to_yaml())
 
 
@@ -199,3 +200,31 @@ def test_an_incomplete_checkpoint_is_not_passed_over_in_silence(tmp_path, name):
     with pytest.raises(UserError, match="not complete, and no other checkpoint is; put its files back"):
         rundir.prepare(_job(), tmp_path, 2)
     assert rundir.prepare(_job(), tmp_path, 2, fresh=True).step == 0
+
+
+@pytest.mark.parametrize("gone", ["step", "epoch", "dp_size", "loader"])
+@pytest.mark.parametrize("value", [None, "x"])
+def test_a_state_that_lacks_what_a_run_goes_on_from_is_damaged(tmp_path, gone, value):
+    _leave(tmp_path, _job(), step=4)
+    file = tmp_path / "checkpoints/step-00000004/state.json"
+    state = {key: kept for key, kept in json.loads(file.read_text()).items() if key != gone}
+    file.write_text(json.dumps(state if value is None else {**state, gone: value}))
+    said = rf"step-00000004 cannot be read: state\.json has no usable {gone}\. Move it aside"
+    with pytest.raises(UserError, match=said):
+        rundir.prepare(_job(), tmp_path, 2)
+
+
+def test_an_order_of_writing_that_is_no_number_is_no_checkpoint(tmp_path):
+    _leave(tmp_path, _job(), step=4)
+    _leave(tmp_path, _job(), step=2, written="x")
+    assert rundir.prepare(_job(), tmp_path, 2).step == 4
+
+
+def test_a_pointer_that_is_a_folder_is_named(tmp_path):
+    _leave(tmp_path, _job(), step=4)
+    (tmp_path / "checkpoints/latest").mkdir()
+    with pytest.raises(UserError, match="checkpoints/latest is a folder, and should be a file with the name"):
+        rundir.prepare(_job(), tmp_path, 2)
+    assert rundir.prepare(_job(), tmp_path, 2, fresh=True).step == 0
+    (tmp_path / "checkpoints/latest").rmdir()
+    assert rundir.prepare(_job(), tmp_path, 2).step == 4

@@ -77,7 +77,7 @@ class Origin:
         """Whether the run trained to its end."""
         newest = checkpoint.latest(self.folder)
         if newest is not None:
-            return is_finished(self.job, checkpoint.read_state(newest))
+            return is_finished(self.job, checkpoint.read_run_state(newest))
         return self.job.trainer.num_train_epochs is None and self.last_step >= self.job.trainer.max_steps
 
 
