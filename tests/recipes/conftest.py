@@ -14,6 +14,8 @@ from types import ModuleType
 
 import pytest
 
+from tests.shipped import not_shipped
+
 REPO = Path(__file__).resolve().parents[2]
 
 
@@ -30,7 +32,7 @@ def make_clone(repo: Path, folder: Path, data: Path) -> Path:
     """Something like a fresh clone in `folder`, with the given data."""
     for name in ("lmms_engine", "data_prep", "requirements.lock", "pyproject.toml"):
         (folder / name).symlink_to(repo / name)
-    shutil.copytree(repo / "recipes", folder / "recipes", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(repo / "recipes", folder / "recipes", ignore=not_shipped)
     (folder / "data").symlink_to(data)
     return folder
 

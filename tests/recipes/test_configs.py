@@ -11,9 +11,9 @@ import pytest
 from lmms_engine.config import Job, load_job
 from lmms_engine.models.hf import build_meta, read_config
 from lmms_engine.models.spec import for_type
+from tests.shipped import RECIPES
 
 REPO = Path(__file__).resolve().parents[2]
-RECIPES = sorted(path.parent for path in (REPO / "recipes").glob("[!_]*/config.yaml"))
 FROM_SCRATCH = ("sit",)
 MAX_SMOKE_PARAMETERS = 3_000_000
 

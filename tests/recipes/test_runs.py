@@ -14,8 +14,10 @@ from typing import Any
 
 import pytest
 
+from tests.shipped import RECIPES
+
 REPO = Path(__file__).resolve().parents[2]
-RECIPES = sorted(path.parent.name for path in (REPO / "recipes").glob("[!_]*/launch.sh"))
+OTHERS = [path.name for path in RECIPES if path.name != "qwen3_vl"]   # test_smoke.py has that one
 QUICK = (
     "trainer_args.max_steps=3",
     "trainer_args.dataloader_num_workers=0",
@@ -38,7 +40,7 @@ def steps(run: Path) -> list[int]:
     return [row["step"] for row in rows if row["split"] == "train"]
 
 
-@pytest.mark.parametrize("recipe", [name for name in RECIPES if name != "qwen3_vl"])  # test_smoke.py has it
+@pytest.mark.parametrize("recipe", OTHERS)
 def test_first_steps_are_as_recorded(
     recipe: str, clone: Path, start: Start, expected_tool: ModuleType
 ) -> None:

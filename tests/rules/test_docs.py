@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 import typer
 
+from tests import shipped
+
 REPO = Path(__file__).resolve().parents[2]
 PAGES = [
     REPO / "README.md",
     REPO / "CONTRIBUTING.md",
     *sorted((REPO / "docs").glob("*.md")),
-    *sorted((REPO / "recipes").rglob("*.md")),
+    *shipped.PAGES,
 ]
 PROGRAMS = {"lmms-engine": "lmms_engine.cli", "data-prep": "data_prep.cli"}
 

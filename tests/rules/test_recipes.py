@@ -1,4 +1,4 @@
-"""Every recipe folder is complete, names no recipe, and starts the same way."""
+"""Every recipe that is shipped is complete, names no recipe, and starts the same way."""
 
 from __future__ import annotations
 
@@ -8,17 +8,27 @@ from pathlib import Path
 import pytest
 
 from lmms_engine.launch.preset import read_needs
+from lmms_engine.models.spec import MODELS
+from tests.shipped import RECIPES, is_own, not_shipped
 
 REPO = Path(__file__).resolve().parents[2]
-RECIPES = sorted(
-    path for path in (REPO / "recipes").iterdir() if path.is_dir() and not path.name.startswith("_")
-)
 FILES = ("README.md", "config.yaml", "smoke.yaml", "prepare.py", "launch.sh", "expected.json")
 HEADINGS = ("## Machine", "## Data", "## Run", "## Expected numbers", "## Time and cost")
 
 
-def test_there_are_recipes() -> None:
-    assert {"qwen3_vl", "qwen2_5_vl"} <= {path.name for path in RECIPES}
+def test_every_model_family_has_a_recipe() -> None:
+    assert {path.name for path in RECIPES} == set(MODELS)
+
+
+def test_a_recipe_of_the_users_is_told_from_a_shipped_one() -> None:
+    assert is_own(Path("recipes/mine/config.yaml"))
+    assert not is_own(Path("recipes/qwen3_vl/config.yaml"))
+    assert not is_own(Path("recipes/_launch/slurm.sbatch"))
+    assert not is_own(Path("recipes/README.md"))
+    assert not is_own(Path("docs/mine/config.yaml"))
+    names = ["mine", "sit", "_launch"]
+    assert not_shipped(str(REPO / "recipes"), names) == {"mine"}
+    assert not_shipped(str(REPO / "recipes/sit"), ["__pycache__", "config.yaml"]) == {"__pycache__"}
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.name)
