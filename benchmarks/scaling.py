@@ -19,7 +19,6 @@ import argparse
 import json
 import logging
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -46,7 +45,7 @@ from scaling_ranks import (
     checkpointing,
     write_data,
 )
-from scaling_runs import kill, last_line, tail, verify
+from scaling_runs import end_all, kill, last_line, tail, verify
 from vlm import table
 
 from lmms_engine.config import Job
@@ -275,12 +274,11 @@ def torchrun(
     print(f"{ranks} ranks: {len(planned(given)) - len(done)} cases", flush=True)
     log = out.with_suffix(".log")
     with log.open("wb") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
     try:
         code = process.wait(timeout=given.limit)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)   # the ranks are in its group
-        process.wait()
+        end_all(process)
         print(tail(log), file=sys.stderr)
         return {"reason": f"hung: not done within --limit {given.limit} s"}
     if code == 0:

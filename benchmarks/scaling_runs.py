@@ -68,9 +68,7 @@ def kill_one(launcher: subprocess.Popen[bytes], ranks: int, run_dir: Path, log: 
     deadline = time.monotonic() + START_S
     while len(metrics(run_dir)) < 3:
         if launcher.poll() is not None or time.monotonic() > deadline:
-            if launcher.poll() is None:
-                end([*psutil.Process(launcher.pid).children(recursive=True), launcher])
-                launcher.wait()
+            end_all(launcher)
             raise RuntimeError(f"the run to be killed did not get to step 3; its output ends:\n{tail(log)}")
         time.sleep(0.02)
     everyone = psutil.Process(launcher.pid).children(recursive=True)
@@ -102,7 +100,14 @@ def rank_of(process: psutil.Process) -> int:
     return int(process.environ().get("RANK", -1))
 
 
-def end(processes: list[psutil.Process | subprocess.Popen[bytes]]) -> None:
+def end_all(launcher: subprocess.Popen[bytes]) -> None:
+    """Ends torchrun and, as it can no longer do so, its ranks and their loader workers."""
+    if launcher.poll() is None:
+        end([*psutil.Process(launcher.pid).children(recursive=True), psutil.Process(launcher.pid)])
+        launcher.wait()
+
+
+def end(processes: list[psutil.Process]) -> None:
     """Ends what should have ended."""
     for process in processes:
         try:
