@@ -53,7 +53,7 @@ def record(run: Path) -> dict[str, Any]:
         "num_processes": 1,
         "seed": yaml.safe_load((run / "config.yaml").read_text())["trainer_args"]["seed"],
         "steps": {str(step): losses[step] for step in [*wanted, last]},
-        "eval_loss": evals[-1],
+        "eval_loss": evals[-1] if evals else None,   # a recipe may have no held-out rows
         "rtol_first": RTOL_FIRST,
         "rtol_last": RTOL_LAST,
         "lock_sha256": lock_sha256(),
@@ -72,8 +72,11 @@ def differences(expected: dict[str, Any], rows: list[dict[str, Any]]) -> list[st
             found.append(f"step {step}: loss {losses[step]:.7f}, expected {loss:.7f} (rtol {rtol:g})")
     evals = [row["loss"] for row in rows if row["split"] == "eval"]
     finished = max(losses, default=0) >= max(map(int, expected["steps"]))
-    if finished and not math.isclose(evals[-1], expected["eval_loss"], rel_tol=expected["rtol_last"]):
-        found.append(f"eval: loss {evals[-1]:.7f}, expected {expected['eval_loss']:.7f}")
+    if finished and evals and expected["eval_loss"] is not None:
+        if not math.isclose(evals[-1], expected["eval_loss"], rel_tol=expected["rtol_last"]):
+            found.append(f"eval: loss {evals[-1]:.7f}, expected {expected['eval_loss']:.7f}")
+    elif finished and bool(evals) != (expected["eval_loss"] is not None):
+        found.append(f"eval: {'a' if evals else 'no'} loss, {'none' if evals else 'one'} is recorded")
     return found
 
 
@@ -86,6 +89,11 @@ def main(
     """Record, or check, the losses of a recipe's smoke preset."""
     folder, run = REPO / "recipes" / recipe, REPO / "runs" / f"{recipe}-smoke"
     if check:
+        if not (folder / "expected.json").is_file():
+            remedy = f"record it with make expected RECIPE={recipe}"
+            sys.exit(f"recipes/{recipe} has no expected.json yet: {remedy}")
+        if not (run / "metrics.jsonl").is_file():
+            sys.exit(f"there is no {run.relative_to(REPO)} yet: make train RECIPE={recipe} PRESET=smoke")
         found = differences(json.loads((folder / "expected.json").read_text()), read_rows(run))
         print("\n".join(found) or f"{run.relative_to(REPO)} agrees with recipes/{recipe}/expected.json")
         raise typer.Exit(bool(found))

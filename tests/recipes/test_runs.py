@@ -6,6 +6,7 @@ import json
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -130,3 +131,29 @@ def test_the_comparison_sees(expected_tool: ModuleType, rows: list[dict[str, Any
     steps = {"1": 6.0, "2": 5.0, "30": 1.0}
     expected = {"steps": steps, "eval_loss": 1.1, "rtol_first": 1e-4, "rtol_last": 0.05}
     assert len(expected_tool.differences(expected, rows)) == count
+
+
+def test_a_recipe_without_held_out_rows_can_be_recorded(expected_tool: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("trainer_args: {seed: 3}\n")
+    lines = [json.dumps(row) + "\n" for row in rows_of({1: 6.0, 2: 5.0})]
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    recorded = expected_tool.record(tmp_path)
+    assert (recorded["steps"], recorded["eval_loss"]) == ({"1": 6.0, "2": 5.0}, None)
+    assert not expected_tool.differences(recorded, rows_of({1: 6.0, 2: 5.0}))
+    assert len(expected_tool.differences(recorded, rows_of({1: 6.0, 2: 5.0}, 1.0))) == 1
+    assert len(expected_tool.differences({**recorded, "eval_loss": 1.0}, rows_of({1: 6.0, 2: 5.0}))) == 1
+
+
+def test_a_comparison_says_what_is_not_there_yet(clone: Path) -> None:
+    """Of a copy without a record, and of one with a record and without a run."""
+    (clone / "tools").mkdir()
+    shutil.copy(REPO / "tools/expected.py", clone / "tools")
+    shutil.copytree(clone / "recipes/qwen3_vl", clone / "recipes/mine")
+    command = [sys.executable, "tools/expected.py", "mine", "--check"]
+    for said in (
+        "there is no runs/mine-smoke yet: make train RECIPE=mine PRESET=smoke\n",
+        "recipes/mine has no expected.json yet: record it with make expected RECIPE=mine\n",
+    ):
+        done = subprocess.run(command, cwd=clone, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stderr) == (1, said)
+        (clone / "recipes/mine/expected.json").unlink(missing_ok=True)

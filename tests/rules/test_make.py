@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.shipped import RECIPES
+
 TARGETS = ["setup", "prep", "train", "test", "lint", "export", "inspect", "verify"]
 TARGETS += ["report", "reproduce", "doctor", "new-recipe", "expected", "help", "build", "shell"]
 TARGETS += ["image-check"]
@@ -163,9 +165,12 @@ def test_new_recipe(repo: Path, tmp_path: Path) -> None:
     shutil.copytree(repo / "recipes/qwen3_vl", tmp_path / "recipes/qwen3_vl")
     made = run("tools/new_recipe.sh", "mine", "qwen3_vl", cwd=tmp_path)
     assert made.returncode == 0, made.stderr
-    for path in (tmp_path / "recipes/qwen3_vl").iterdir():
-        if path.name != "expected.json" and path.is_file():
-            assert (tmp_path / "recipes/mine" / path.name).read_bytes() == path.read_bytes()
+    measured = {"expected.json", "certificate.md", "certificate.json"}
+    kept = {path.name for path in (tmp_path / "recipes/qwen3_vl").iterdir() if path.is_file()} - measured
+    assert {path.name for path in (tmp_path / "recipes/mine").iterdir()} == kept
+    for name in kept - {"README.md"}:
+        ours, theirs = (tmp_path / "recipes" / recipe / name for recipe in ("mine", "qwen3_vl"))
+        assert ours.read_bytes() == theirs.read_bytes()
     for name, source in (
         ("mine", "qwen3_vl"),
         ("other", "nope"),
@@ -177,3 +182,28 @@ def test_new_recipe(repo: Path, tmp_path: Path) -> None:
         assert refused.returncode == 2
         assert len(refused.stderr.strip().splitlines()) == 1
     assert sorted(path.name for path in (tmp_path / "recipes").iterdir()) == ["mine", "qwen3_vl"]
+
+
+@pytest.mark.parametrize("source", [path.name for path in RECIPES])
+def test_the_readme_of_a_new_recipe_has_its_name_and_none_of_the_old_numbers(
+    repo: Path, tmp_path: Path, source: str
+) -> None:
+    shutil.copytree(repo / "tools", tmp_path / "tools")
+    shutil.copytree(repo / "recipes" / source, tmp_path / "recipes" / source)
+    old = (tmp_path / "recipes" / source / "README.md").read_text()
+    assert run("tools/new_recipe.sh", "my.own-1", source, cwd=tmp_path).returncode == 0
+    new = (tmp_path / "recipes/my.own-1/README.md").read_text()
+    assert new.startswith(f"# my.own-1\n\nMade from `recipes/{source}`:\n")
+    assert len(re.findall("RECIPE=my.own-1", new)) >= 6
+    assert new.count(source) == 1   # where it was made from
+    parts = {"## Machine", "## Data", "## Run", "## Expected numbers", "## Time and cost"}
+    assert [line for line in new.splitlines() if line in parts] == [
+        line for line in old.splitlines() if line in parts
+    ]
+    expected = new.partition("## Expected numbers\n")[2]
+    assert expected.startswith("\nNothing is recorded of this recipe yet.")
+    assert "make expected RECIPE=my.own-1" in expected
+    assert "make verify RECIPE=my.own-1" in expected
+    assert expected.endswith("\n\n## Time and cost\n\nNot measured yet.\n")
+    assert (tmp_path / "recipes" / source / "README.md").read_text() == old
+    assert (tmp_path / "recipes" / source / "expected.json").is_file()
