@@ -16,7 +16,8 @@ from tests.shipped import RECIPES
 REPO = Path(__file__).resolve().parents[2]
 SHIPPED = [path.name for path in RECIPES]
 EVERYWHERE = {
-    "packed", "rows", "joined", "recompute", "fsdp-2", "uneven", "resumed", "fsdp-4", "hsdp-2x2",
+    "packed", "rows", "joined", "recompute", "selective", "fsdp-2", "offload", "uneven", "resumed", "fsdp-4",
+    "hsdp-2x2",
 }  # fmt: skip
 # What a recipe's model lets be compared besides.
 BESIDES = {
