@@ -92,7 +92,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--packing", default="first_fit,balanced", help=f"of {','.join(PACKINGS)}")
     parser.add_argument("--steps", type=int, default=None, help="timed steps of throughput (4)")
     parser.add_argument("--warmup", type=int, default=None, help="steps before them (2)")
-    parser.add_argument("--mixed-steps", type=int, default=200)
+    parser.add_argument("--mixed-steps", type=int, default=None, help="steps of mixed (200)")
     parser.add_argument("--kill-steps", type=int, default=None, help="length of the run that is killed (200)")
     parser.add_argument("--pack", type=int, default=None, help="tokens of a pack (16384)")
     parser.add_argument("--long-pack", type=int, default=None, help="where a sequence is shared (131072)")
@@ -101,7 +101,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--keep-gathered", action="store_true", help="reshard_after_forward: false")
     parser.add_argument("--timeout", type=int, default=300, help="of a collective, seconds")
     parser.add_argument("--limit", type=int, default=3600, help="of one torchrun, seconds: then it hangs")
-    parser.add_argument("--only", action="append", default=[], help="a case of verify; repeatable")
+    parser.add_argument("--only", action="append", default=None, help="a case of verify; repeatable (all)")
     for hidden in ("--data", "--done"):   # what the starting process tells its ranks
         parser.add_argument(hidden, action="append", default=[], help=argparse.SUPPRESS)
     given = parser.parse_args(words)
@@ -109,6 +109,8 @@ def parse(words: list[str]) -> argparse.Namespace:
     given.ranks = given.ranks or ([1, 2] if given.tiny else [1, 2, 4, 8])
     given.steps = given.steps or (2 if given.tiny else 4)
     given.warmup = given.warmup if given.warmup is not None else (1 if given.tiny else 2)
+    given.mixed_steps = given.mixed_steps or (20 if given.tiny else 200)
+    given.only = given.only or (["packed", "fsdp-2"] if given.tiny else [])
     given.kill_steps = given.kill_steps or (16 if given.tiny else 200)
     models = (given.model or (TINY_MODEL if given.tiny else ",".join(DEFAULT_MODELS))).split(",")
     try:
