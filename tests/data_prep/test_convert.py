@@ -90,7 +90,7 @@ def test_a_media_folder_that_is_not_there(tmp_path: Path) -> None:
 @pytest.mark.parametrize("place", ["first turn", "top level"])
 @pytest.mark.parametrize("form", ["list", "JSON"])
 def test_llava_keeps_system_turns_and_tools(tmp_path: Path, place: str, form: str) -> None:
-    """B05: neither the system text nor a tool or a call is lost on the way, nor a letter of them bent."""
+    """Neither the system text nor a tool or a call is lost on the way, nor a letter of them bent."""
     system, odd = "Sei höflich.\u2028Immer.", "Köln\u0085"
     tools = [{"name": "wetter", "description": "Grüße", "parameters": {"type": "object"}}]
     call = {"name": "wetter", "arguments": {"ort": odd}}

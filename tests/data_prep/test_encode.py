@@ -1,4 +1,4 @@
-"""`data-prep encode`: what a run gets of it, and when a set that is there counts (field fault B54)."""
+"""`data-prep encode`: what a run gets of it, and when a set that is there counts."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_settings_are_those_of_a_run_by_default(data: Path, sample: Path, tmp_pa
     assert (key["fps"], key["max_length"], key["processor"]) == (1.0, None, "Qwen3VLProcessor")
 
 
-# B54: prepared data after a change ---------------------------------------------------------------------
+# Prepared data after a change ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ def answers(chat: ChatTemplate, of: Row) -> str:
 
 
 def test_one_token_answers_over_three_turns(chat: ChatTemplate) -> None:
-    """B15: an off-by-one is visible at once."""
+    """An off-by-one is visible at once."""
     picture = {"type": "image", "path": "a.png"}
     of = row(
         {"role": "user", "content": [picture, {"type": "text", "text": "first?"}]},
@@ -85,7 +85,7 @@ AWKWARD = (" red", "", "What?", "  two  spaces ", "naïve 🙂 日本", "user", 
 
 @pytest.mark.parametrize("answer", AWKWARD)
 def test_awkward_answers(chat: ChatTemplate, answer: str) -> None:
-    """B15: answers that begin with a space, are empty, or equal the question."""
+    """Answers that begin with a space, are empty, or equal the question."""
     assert answers(chat, row("What?", answer, "What?", answer)) == f"{answer}{END}" * 2
 
 
@@ -144,7 +144,7 @@ def test_a_call_without_text_is_one_turn(chat: ChatTemplate) -> None:
     assert learnt.count(END) == 1
 
 
-# Every form of system turn, tools and calls (B05) ----------------------------------------------------
+# Every form of system turn, tools and calls ----------------------------------------------------
 
 OBEY = "Sei höflich."
 USE = {"ort": "Köln", "n": 3}
@@ -196,7 +196,7 @@ def sharegpt_turns(arguments: Any, *, said: bool) -> list[dict[str, Any]]:
 def test_nothing_of_a_conversation_with_tools_is_lost_or_bent(
     chat: ChatTemplate, form: str, system: str, tools: str, arguments: str, said: bool
 ) -> None:
-    """B05: all forms give the one text; what it must hold stands in it, what is learnt is what was said."""
+    """All forms give the one text; what it must hold stands in it, what is learnt is what was said."""
     first, keys = SYSTEMS[system]
     turns = openai_turns if form == "messages" else sharegpt_turns
     if form == "messages":
@@ -221,7 +221,7 @@ def test_nothing_of_a_conversation_with_tools_is_lost_or_bent(
 
 @pytest.mark.parametrize("role", ["user", "assistant", "system"])
 def test_an_empty_list_of_parts_is_an_empty_turn(chat: ChatTemplate, role: str) -> None:
-    """B05: `[]` is neither dropped nor printed."""
+    """`[]` is neither dropped nor printed."""
     turns = [{"role": role, "content": []}] if role == "system" else []
     turns += [
         {"role": "user", "content": [] if role == "user" else "q"},
@@ -317,7 +317,7 @@ def test_a_row_without_answers_supervises_nothing(chat: ChatTemplate) -> None:
 
 
 def test_end_marker_is_supervised_when_it_is_the_pad_token(tokenizer: Any) -> None:
-    """B18: a pad id is no mask."""
+    """A pad id is no mask."""
     same = build_tokenizer()
     same.pad_token = same.eos_token
     of = row("q", "a", "r", "b")

@@ -68,7 +68,7 @@ def serve() -> Iterator[Callable[..., str]]:
 
 
 def test_orientation_tag_is_applied_for_every_source(tmp_path: Path, serve: Callable[..., str]) -> None:
-    """B09: the corner, from files, bytes and addresses."""
+    """The corner, from files, bytes and addresses."""
     data = sideways_jpeg()
     path = tmp_path / "a.jpg"
     path.write_bytes(data)
@@ -110,7 +110,7 @@ MODES = {
 
 @pytest.mark.parametrize("name", MODES)
 def test_every_mode_becomes_rgb(name: str) -> None:
-    """B10, mode by mode."""
+    """Mode by mode."""
     image, format_, colour = MODES[name]
     out = decode_picture(encode(image, format_), name)
     assert out.mode == "RGB"
@@ -127,7 +127,7 @@ def test_palette_transparency_is_white() -> None:
 
 
 def test_sixteen_bits_are_scaled_not_clipped() -> None:
-    """B10: a bare conversion keeps 17 of the levels."""
+    """A bare conversion keeps 17 of the levels."""
     levels = np.unique(np.asarray(decode_picture(encode(_ramp16(), "PNG"), "ramp")))
     assert len(levels) > 200
     assert levels[0] == 0
@@ -193,7 +193,7 @@ def test_decompression_bomb_is_refused_from_its_header() -> None:
 
 @pytest.mark.parametrize(("width", "height", "legal"), [(1, 200, True), (1, 201, False), (1024, 5, False)])
 def test_aspect_ratio(width: int, height: int, legal: bool) -> None:
-    """B08: refused from the header, by name."""
+    """Refused from the header, by name."""
     data = encode(Image.new("RGB", (width, height)), "PNG")
     if legal:
         assert decode_picture(data, "x").size == (width, height)

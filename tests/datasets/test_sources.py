@@ -95,7 +95,7 @@ def write_all(folder: Path, rows: list[dict[str, Any]]) -> dict[str, Path]:
     "name", ["rows.jsonl", "rows.json", "rows.csv", "rows.parquet", "file.arrow", "stream.arrow", "saved"]
 )
 def test_all_formats_give_the_same_rows(tmp_path: Path, name: str) -> None:
-    """B02, reader by reader."""
+    """Reader by reader."""
     path = write_all(tmp_path, ROWS)[name]
     source = open_source(entry(path, data_folder="media"))
     expected = [parse_row(row, path.parent / "media") for row in ROWS]
@@ -306,7 +306,7 @@ def odd_file(folder: Path) -> Path:
 
 
 def test_lines_are_cut_at_newlines_only(tmp_path: Path) -> None:
-    """B06: what separates lines elsewhere is text here; the cut line is named with its number."""
+    """What separates lines elsewhere is text here; the cut line is named with its number."""
     path = odd_file(tmp_path)
     source = open_source(entry(path))
     rows = every_row(source)
@@ -339,7 +339,7 @@ print(ids_of(steps), texts, [tuple(r) for r in loader.take_skipped()], loader.sk
 
 
 def test_a_cut_file_under_both_policies_in_the_c_locale(tmp_path: Path) -> None:
-    """B06, as in a bare container: stop, or skip and count 1."""
+    """As in a bare container: stop, or skip and count 1."""
     path = odd_file(tmp_path)
     env = {
         **os.environ,

@@ -66,7 +66,7 @@ def test_at_its_own_rate_a_clip_loses_no_frame(tmp_path: Path, rate: int) -> Non
 
 
 def test_times_and_frames_agree(eight_seconds: MediaPart) -> None:
-    """B14: 16 frames of 8 s, and what each shows is its time."""
+    """16 frames of 8 s, and what each shows is its time."""
     clip = load(eight_seconds)
     assert clip.frames.shape == (16, 32, 32, 3)
     assert clip.frames.dtype == np.uint8
@@ -145,7 +145,7 @@ def frame_folder(folder: Path, count: int, rate: int) -> MediaPart:
 
 
 def test_extracted_frames_are_not_sampled_again(tmp_path: Path) -> None:
-    """B14: they keep the rate that is stated."""
+    """They keep the rate that is stated."""
     part = frame_folder(tmp_path / "frames", 16, 2)
     clip = load(part.model_copy(update={"fps": 2.0}), fps=1.0)
     assert clip.times.tolist() == [i / 2 for i in range(16)]

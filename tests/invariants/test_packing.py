@@ -113,7 +113,7 @@ def test_stand_in_adds_exactly_nothing(family: str) -> None:
 
 
 def test_nothing_to_learn_from(family: str) -> None:
-    """B17: a batch of masked rows alone: loss 0, gradients 0, nothing undefined."""
+    """A batch of masked rows alone: loss 0, gradients 0, nothing undefined."""
     objective, samples = build(family)
     masked = [replace(s, labels=s.labels * 0 - 100, loss_weights=s.loss_weights * 0) for s in samples]
     total, gradients = loss_and_gradients(objective, [pack(masked)])
@@ -176,7 +176,7 @@ def test_positions_stay_integers(family: str) -> None:
 
 
 def test_padding_is_known_by_length_not_by_id(family: str) -> None:
-    """B18: rows made of token 0, which is also what the padded path fills with."""
+    """Rows made of token 0, which is also what the padded path fills with."""
     objective, samples = build(family)
     text = samples[3]
     zeros = replace(

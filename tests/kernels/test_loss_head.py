@@ -117,7 +117,7 @@ def test_nothing_supervised_is_exactly_zero(fused: bool) -> None:
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("first", [True, False])
 def test_a_masked_micro_batch_beside_one_with_targets(first: bool) -> None:
-    """B17: the plain and the chunked loss agree that it adds 0 to the sum and to every gradient."""
+    """The plain and the chunked loss agree that it adds 0 to the sum and to every gradient."""
     hidden, labels, weights = inputs(varied=False)
     reference, head = linear(), LossHead(linear(), fused=False)
     h = hidden.clone().requires_grad_()

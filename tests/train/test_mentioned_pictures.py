@@ -46,7 +46,7 @@ def config_of(corpus: Path, folder: Path, rows: list[dict[str, Any]], **changes:
 
 @pytest.mark.parametrize("key", USED)
 def test_the_tower_learns_from_it(corpus, mesh, tmp_path, key) -> None:
-    """B04: a gradient in the tower, as many slots as features."""
+    """A gradient in the tower, as many slots as features."""
     runner = TrainRunner(Job.from_dict(config_of(corpus, tmp_path, [{"id": "r", **USED[key]}])), mesh).build()
     norms: dict[str, float] = {}
 
@@ -70,7 +70,7 @@ def test_the_tower_learns_from_it(corpus, mesh, tmp_path, key) -> None:
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_or_it_is_named(corpus, mesh, tmp_path, case) -> None:
-    """B04: the run stops, or skips and counts, with row and key; never a step without the picture."""
+    """The run stops, or skips and counts, with row and key; never a step without the picture."""
     row, words = REFUSED[case]
     rows = [{"id": "bad", **row}, {"id": "good", **USED["image"]}]
     config = config_of(corpus, tmp_path, rows, data__on_bad_row="stop", data__shuffle=False)

@@ -31,7 +31,7 @@ def job_of(folder: Path, **trainer: Any) -> Job:
 @pytest.mark.parametrize("use_rmpad", [True, False])
 @pytest.mark.parametrize("family", DECODERS)
 def test_another_pad_id_changes_nothing(family: str, use_rmpad: bool, mesh: Mesh, tmp_path: Path) -> None:
-    """B18: pad id 0 with token 0 in the text, and that of an answer's end: equal hidden states and gradients,
+    """Pad id 0 with token 0 in the text, and that of an answer's end: equal hidden states and gradients,
     packed and padded; also of the pad token's own embedding, which the library would leave out."""
     model, samples = MODELS.get(family).tiny()
     model.save_pretrained(tmp_path)

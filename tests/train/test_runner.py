@@ -215,7 +215,7 @@ def test_a_step_without_targets_changes_nothing_and_says_so(corpus, mesh, tmp_pa
 
 
 def test_rows_of_questions_alone_are_counted_and_teach_nothing(corpus, mesh, tmp_path, said):
-    """B17: beside others in a step, and as a whole one, which moves nothing."""
+    """Beside others in a step, and as a whole one, which moves nothing."""
     data = tmp_path / "data"
     shutil.copytree(corpus, data)
     rows = [make_row(f"train-{i}", i) for i in range(6)]

@@ -96,12 +96,12 @@ def test_two_ranks_with_unlike_modalities_and_targets_equal_one_process(windows)
 
 
 def test_a_masked_micro_batch_among_others_adds_nothing(mesh):
-    """B17: the gradients of the same step without it, also where its picture went through the tower."""
+    """The gradients of the same step without it, also where its picture went through the tower."""
     check(one_step(mesh, [[0, 4, 1, 2, 5, 3]]), plain())
 
 
 def test_a_rank_with_nothing_to_learn_adds_nothing():
-    """B17: all that one rank has is masked."""
+    """All that one rank has is masked."""
     for result in run_ranks(one_step, 2, [[0, 1, 2, 3], [4, 5, 4, 5]]):
         check(result, plain())
 
@@ -117,7 +117,7 @@ def test_metrics_take_no_part_in_the_loss():
 
 
 def test_a_step_without_targets_moves_nothing(mesh):
-    """B17: nobody has a target."""
+    """Nobody has a target."""
     objective = toy.build(mesh, toy.job())
     before = toy.weights(objective.model)
     backend = Recorder(objective, mesh)

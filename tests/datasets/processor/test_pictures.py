@@ -80,7 +80,7 @@ EXPECTED: dict[str, tuple[int, int, list[int | None]]] = {
 
 
 def test_extreme_pictures(build: Build, family: str, tmp_path: Path) -> None:
-    """B08: in one set with usual rows; what cannot be resized is counted and named, all others are used."""
+    """In one set with usual rows; what cannot be resized is counted and named, all others are used."""
     least, most, expected = EXPECTED[family]
     sizes = {"first": (64, 64), **{f"{w}x{h}": (w, h) for w, h in EXTREMES}, "last": (64, 64)}
     for name, (width, height) in sizes.items():
@@ -163,7 +163,7 @@ WAYS: dict[str, Callable[[Path, Path], Path]] = {
 def test_rotated_pictures_are_upright(
     build: Build, family: str, folders: Path, tmp_path: Path, way: str
 ) -> None:
-    """B09: the slots are as many either way, so it is the grid and the corner's colour that tell."""
+    """The slots are as many either way, so it is the grid and the corner's colour that tell."""
     path = WAYS[way](tmp_path, folders / family)
     seen, skipped = run(one_by_one(path), partial(build, fps=1.0))   # 1.0: that of `encode`
     processor = build()
@@ -210,7 +210,7 @@ KINDS: dict[str, tuple[bytes, tuple[int, int, int] | None]] = {
 
 
 def test_colours_of_every_kind(build: Build, tmp_path: Path) -> None:
-    """B10: three channels and equal slots for all; white behind; 16 bits scaled; the first of several."""
+    """Three channels and equal slots for all; white behind; 16 bits scaled; the first of several."""
     rows = []
     for name, (data, _) in KINDS.items():
         (tmp_path / name).write_bytes(data)

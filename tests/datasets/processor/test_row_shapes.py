@@ -139,7 +139,7 @@ def pictures(tmp_path: Path) -> Path:
 def test_shapes_of_one_file_are_the_same_conversation(
     build: Build, pictures: Path, monkeypatch: pytest.MonkeyPatch, form: str, workers: int
 ) -> None:
-    """B02: four samples with 1, 0, 1 and 2 pictures; (a) and (c) are equal; so are all readers."""
+    """Four samples with 1, 0, 1 and 2 pictures; (a) and (c) are equal; so are all readers."""
     if form == "jsonl by the byte":
         monkeypatch.setattr(text, "NUMBERED_BYTES", 0)
     seen = micros(build, FILES[form](pictures), dataloader_num_workers=workers)
@@ -179,7 +179,7 @@ MENTIONS: dict[str, tuple[dict[str, Any], tuple[str, ...] | None]] = {
 
 @pytest.mark.parametrize("name", MENTIONS)
 def test_a_picture_that_is_mentioned_is_used_or_named(build: Build, pictures: Path, name: str) -> None:
-    """B04: never a sample without pictures from a row that mentions one."""
+    """Never a sample without pictures from a row that mentions one."""
     keys, refusal = MENTIONS[name]
     path = write_jsonl(pictures / "rows.jsonl", [{"id": "r0", "messages": turns(WORDS), **keys}])
     if refusal is None:
@@ -207,7 +207,7 @@ def test_a_picture_that_is_mentioned_is_used_or_named(build: Build, pictures: Pa
 
 
 def test_odd_lines_survive_the_round_trip(build: Build, tmp_path: Path) -> None:
-    """B06: what separates lines elsewhere is text here, down to the tokens; the cut line is counted."""
+    """What separates lines elsewhere is text here, down to the tokens; the cut line is counted."""
     path = odd_file(tmp_path)
     Image.new("RGB", (64, 64)).save(tmp_path / "图片.png")
     keys = {"packing": False, "shuffle": False, "num_logical_shards": 1}

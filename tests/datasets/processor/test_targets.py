@@ -55,7 +55,7 @@ ANSWERS = {
 
 @pytest.mark.parametrize("name", ANSWERS)
 def test_the_answers_and_nothing_else(of_family: Callable[..., Any], tmp_path: Path, name: str) -> None:
-    """B15: three turns with a picture in the first; each target stands where the token before it is read."""
+    """Three turns with a picture in the first; each target stands where the token before it is read."""
     processor, answers = of_family(), ANSWERS[name]
     sees = hasattr(processor, "image_token")
     Image.new("RGB", (64, 64), "red").save(tmp_path / "a.png")
@@ -103,7 +103,7 @@ def with_pad(folder: Path, to: Path, pad: str) -> Path:
 def test_the_pad_token_is_a_token_like_others(
     folders: Path, tmp_path: Path, family: str, packing: bool
 ) -> None:
-    """B18: pad = end marker, and pad 0 with token 0 in the text: all positions count, all ends are learnt."""
+    """Pad = end marker, and pad 0 with token 0 in the text: all positions count, all ends are learnt."""
     rows = [{"id": f"r{i}", **talk(["q!", "what!"], ["!", f"{i}!!"], None)} for i in range(4)]
     path = write_jsonl(tmp_path / "rows.jsonl", rows)
     job = make_job(path, packing=packing, packing_length=128, max_length=128, num_logical_shards=1)
@@ -128,7 +128,7 @@ def test_the_pad_token_is_a_token_like_others(
 def test_rows_without_an_answer_are_kept_and_counted(
     of_family: Callable[..., Any], tmp_path: Path
 ) -> None:
-    """B17: nothing to learn from them, and they are in the batch, by name."""
+    """Nothing to learn from them, and they are in the batch, by name."""
     question = {"messages": [{"role": "user", "content": "only a question"}]}
     rows = [{"id": "q", **question}, {"id": "a", **talk(["q?"], ["red"], None)}]
     path = write_jsonl(tmp_path / "rows.jsonl", rows)

@@ -164,7 +164,7 @@ def file_of_frames(folder: Path, count: int) -> dict[str, str]:
 def test_odd_frame_counts(
     build: Build, sample: Make, tmp_path: Path, count: int, groups: int, form: str
 ) -> None:
-    """B13: clips of 128 x 128 of which every frame is used; one frame is repeated."""
+    """Clips of 128 x 128 of which every frame is used; one frame is repeated."""
     processor = build(fps=8.0)
     part = frames(tmp_path, count)
     if form == "file":
@@ -274,7 +274,7 @@ def test_truncation_drops_whole_turns_with_their_media(build: Build, tmp_path: P
 def test_the_limit_never_separates_slots_and_features(
     build: Build, tmp_path: Path, overlong: str, place: int
 ) -> None:
-    """B11: rows of limit - 1, limit and limit + 1 tokens, the latter first, in the middle or last; pictures
+    """Rows of limit - 1, limit and limit + 1 tokens, the latter first, in the middle or last; pictures
     longer than the limit, and across it."""
     limit, measure = 48, build()
     unit = measure.patch * measure.merge

@@ -72,7 +72,7 @@ STEPS = {1.0: (0, 2, 4, 6), 0.5: (0, 1, 2, 3), 0.75: (0, 1, 3, 4), 1.5: (0, 3, 6
 def test_the_published_rule(
     processor: Qwen25VLProcessor, tmp_path: Path, seconds: float, expected: tuple[int, ...]
 ) -> None:
-    """B14: two positions a second, for whole seconds a group and for others."""
+    """Two positions a second, for whole seconds a group and for others."""
     assert temporal_steps(4, seconds, 2) == expected
     sample = processor(ask(tmp_path, frame_folder(tmp_path, 8, 2 / seconds)), REF)
     slots = (sample.input_ids == processor.video_token).nonzero().flatten()
@@ -86,7 +86,7 @@ def test_the_published_rule(
 @pytest.mark.parametrize("fps", [2, 4])
 @pytest.mark.parametrize("clock", ["steady", "variable"])
 def test_the_clock_of_a_file(processor: Qwen25VLProcessor, tmp_path: Path, clock: str, fps: int) -> None:
-    """B14: 8 s are 16 positions, at either sampling, at a steady rate of 30 or one of 10 and then 30."""
+    """8 s are 16 positions, at either sampling, at a steady rate of 30 or one of 10 and then 30."""
     times = [Fraction(i, 30) for i in range(240)]
     if clock == "variable":
         times = [Fraction(i, 10) for i in range(40)] + [4 + Fraction(i, 30) for i in range(120)]
@@ -127,7 +127,7 @@ def test_positions_equal_the_librarys_for_whole_seconds(
 def test_text_after_a_long_clip_starts_above_it(
     processor: Qwen25VLProcessor, model: Any, tmp_path: Path
 ) -> None:
-    """B14: the published rule. The pinned release counts time alike and lets the text start inside the clip,
+    """The published rule. The pinned release counts time alike and lets the text start inside the clip,
     so a trained model is to be given our positions; once this fails, docs/data.md need not say so."""
     sample = processor(ask(tmp_path, frame_folder(tmp_path, 16, 2.0)), REF)
     ids, grids = sample.input_ids[None], sample.media["image_grid_thw"]
@@ -145,7 +145,7 @@ def test_text_after_a_long_clip_starts_above_it(
 
 
 def test_a_picture_beside_a_clip_is_not_scaled(processor: Qwen25VLProcessor, tmp_path: Path) -> None:
-    """B14: its index in time is constant, and that at which the text before it stopped."""
+    """Its index in time is constant, and that at which the text before it stopped."""
     sample = processor(ask(tmp_path, frame_folder(tmp_path, 8, 1.0), picture(tmp_path, 100, 160)), REF)
     slots = sample.input_ids == processor.image_token
     before = int(slots.nonzero()[0]) - 1

@@ -99,7 +99,7 @@ def shown(sample: Any) -> np.ndarray:
 def test_stamps_of_a_clip_spread_over_the_file(
     processor: Qwen3VLProcessor, tmp_path: Path, clock: str, fps: int
 ) -> None:
-    """B14: 8 s that show their time. A group shows what its stamp says, whatever the rate of the file."""
+    """8 s that show their time. A group shows what its stamp says, whatever the rate of the file."""
     times = EIGHT_SECONDS[clock]
     write_clip(tmp_path / "c.mp4", drawn(times), times)
     sample = processor(ask(tmp_path, {"type": "video", "path": "c.mp4", "fps": fps}), REF)
@@ -114,13 +114,13 @@ def test_stamps_of_a_clip_spread_over_the_file(
 
 @pytest.mark.parametrize("fps", [2, 4])
 def test_stamps_of_extracted_frames(processor: Qwen3VLProcessor, tmp_path: Path, fps: int) -> None:
-    """B14: they are not sampled again, and keep the rate they were taken at."""
+    """They are not sampled again, and keep the rate they were taken at."""
     sample = processor(ask(tmp_path, frame_folder(tmp_path, 8 * fps, fps)), REF)
     assert stamps(processor, sample) == EXTRACTED[fps].split()
 
 
 def test_a_picture_beside_a_clip_has_no_clock(processor: Qwen3VLProcessor, tmp_path: Path) -> None:
-    """B14: it is not scaled like a clip: one index in time, rows and columns from there."""
+    """It is not scaled like a clip: one index in time, rows and columns from there."""
     parts = [frame_folder(tmp_path, 16, 2.0), picture(tmp_path, 100, 160)]
     sample = processor(ask(tmp_path, *parts), REF)
     assert len(stamps(processor, sample)) == 8
